@@ -1,0 +1,441 @@
+"""The configuration: every key, its type, its default and its help, and nothing else.
+
+Frozen dataclasses are the only place where a key is defined. `jsonargparse` turns them into YAML
+keys and flags of the same dotted names. This module imports no jax, so that `--help` is immediate
+and a mistake is reported before any device is touched.
+
+What depends on the sizes of the mesh is checked in `shardlm.mesh.axes`.
+"""
+
+import dataclasses
+import math
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used: what is wrong, in which key, and what would be right."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run lives and how it starts."""
+
+    dir: str = "runs/run"
+    """Directory of this run: config.yaml, metrics.jsonl, checkpoints/. The same command resumes."""
+    seed: int = 0
+    """Seed of the initial values, the order of the data and dropout."""
+    fresh: bool = False
+    """Refuse a directory that already holds a run instead of resuming it."""
+    simulate_devices: int = 0
+    """Run on this many simulated CPU devices; 0 uses the devices that are there."""
+    log_every_steps: int = 10
+    """Print a progress line every this many updates (metrics.jsonl has every one)."""
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes. One may be -1: whatever the devices leave.
+
+    `data` splits the examples and, by `shard_params`, the training state. `model` splits heads,
+    hidden units and vocabulary. `replica` holds whole copies.
+    """
+
+    replica: int = 1
+    """Copies of the whole model, each with its own examples."""
+    stage: int = 1
+    """Runs of consecutive layers (a size above 1 is not supported yet)."""
+    data: int = -1
+    """Splits the examples and, by `shard_params`, the training state."""
+    expert: int = 1
+    """Splits the experts of mixture layers (a size above 1 is not supported yet)."""
+    context: int = 1
+    """Splits one sequence (a size above 1 is not supported yet)."""
+    model: int = 1
+    """Splits heads, hidden units and vocabulary, and the residual stream over the sequence."""
+    shard_params: Literal["all", "optimizer", "none"] = "all"
+    """What `data` splits beside the examples. all: parameters are gathered layer by layer;
+    optimizer: masters and moments are split, the parameters gathered once an update; none: every
+    device holds everything."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling to longer texts."""
+
+    theta: float = 10_000.0
+    """Base of the frequencies."""
+    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
+    """How frequencies are stretched beyond `original_length`."""
+    factor: float = 1.0
+    """How many times longer than `original_length`."""
+    original_length: int = 8192
+    """Length that the unscaled frequencies were trained on."""
+    low: float = 1.0
+    """Rotations over `original_length` below which a frequency is fully stretched
+    (llama3 low_freq_factor; yarn beta_slow)."""
+    high: float = 4.0
+    """Rotations above which a frequency is left alone
+    (llama3 high_freq_factor; yarn beta_fast, usually 32)."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer."""
+
+    layers: int = 4
+    """Number of layers."""
+    embed: int = 256
+    """Width of the residual stream (D)."""
+    heads: int = 4
+    """Query heads (H)."""
+    kv_heads: int | None = None
+    """Key and value heads; default: as many as `heads`."""
+    head_dim: int | None = None
+    """Width of a head (K); default: embed / heads."""
+    mlp: int = 688
+    """Hidden units of the feed-forward part (F)."""
+    vocab: int | None = None
+    """Tokens (V); default: what the tokenizer has. Stored padded; padding is never predicted."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450)."""
+    norm_eps: float = 1e-6
+    """Added to the mean square or variance."""
+    positions: Literal["rotary", "learned", "none"] = "rotary"
+    """How a token knows its place."""
+    rope: RopeConfig = RopeConfig()
+    """Rotary frequencies."""
+    activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
+    """Gated (swiglu, geglu: arXiv 2002.05202) or plain (gelu; relu2: arXiv 2109.08668)."""
+    bias: bool = False
+    """Biases in every linear layer and LayerNorm."""
+    qk_norm: bool = False
+    """RMSNorm of queries and keys, a head at a time (arXiv 2302.05442)."""
+    tied: bool = False
+    """One matrix for the embedding and the output head."""
+    logit_softcap: float = 0.0
+    """Bound c of the output logits, c·tanh(x/c) (arXiv 2408.00118); 0 is off."""
+    attention_softcap: float = 0.0
+    """The same for attention scores; 0 is off."""
+    windows: tuple[int, ...] = (0,)
+    """Sliding windows in tokens, a pattern repeated over the layers; 0 sees everything before."""
+    dropout: float = 0.0
+    """Probability of dropping an element of each residual branch and of the embedding."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype. auto: bfloat16 on accelerators; on CPU what is faster with this jax."""
+    attention: Literal["auto", "xla", "blockwise", "cudnn"] = "auto"
+    """Implementation. auto: cudnn where it can honour the request, else by length."""
+    attention_block: int = 128
+    """Queries and keys of a block of the blockwise attention."""
+    scan_unroll: int = 1
+    """Layers unrolled per iteration of the scan over layers; 0 unrolls all of them (faster on
+    simulated devices and on CPU, longer to compile)."""
+    init_std: float = 0.02
+    """Standard deviation of embeddings; matrices have the lesser of this and 1/sqrt(fan in)."""
+    zero_init_output: bool = False
+    """Start the last matrix of each residual branch at zero, else at init_std/sqrt(2 layers)."""
+
+    @property
+    def kv(self) -> int:
+        """Key and value heads, resolved."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def k_dim(self) -> int:
+        """Width of a head, resolved."""
+        return self.embed // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward part has a gate matrix."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary once the tokenizer is known (see `shardlm.data`)."""
+        if self.vocab is None:
+            raise ConfigError("model.vocab is not set, and no tokenizer has filled it in")
+        return self.vocab
+
+    @property
+    def vocab_padded(self) -> int:
+        """Rows stored: a multiple of 128 from 1,024 on, else of 8. It does not depend on the mesh,
+        so that a checkpoint has one shape everywhere."""
+        multiple = 128 if self.vocab_size >= 1024 else 8
+        return math.ceil(self.vocab_size / multiple) * multiple
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read and how it becomes rows."""
+
+    sources: tuple[str, ...] = ("stdlib",)
+    """Files, directories or globs of UTF-8 text; `stdlib` is the running Python's own library."""
+    tokenizer: Literal["bytes", "characters"] = "bytes"
+    """bytes: 256 ids, any text; characters: one id for each character that occurs."""
+    length: int = 256
+    """Tokens of a row (T)."""
+    validation: float = 0.1
+    """Share of the text kept for validation."""
+    split: Literal["documents", "tail"] = "documents"
+    """documents: whole files, chosen by a hash of the name; tail: the end of the text."""
+    prefetch: int = 2
+    """Batches prepared ahead of the step."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The update."""
+
+    batch: int = 16
+    """Sequences of one update, over all devices. It never changes with the mesh."""
+    micro_batch: int | None = None
+    """Sequences that go through at once, over all devices; default: the whole batch."""
+    steps: int = 1000
+    """Updates of the whole run."""
+    remat: Literal["none", "full"] = "none"
+    """full: keep only each layer's input and compute the rest again in the backward pass."""
+    loss_chunk: int = 1024
+    """Tokens whose logits exist at a time on a device; 0: all at once."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log normaliser (arXiv 2204.02311); the reported loss is
+    without it."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer and schedule."""
+
+    name: Literal["adamw", "lion", "adafactor", "sgd", "muon"] = "adamw"
+    """muon: for the matrices inside the layers, adamw for the rest."""
+    learning_rate: float = 1e-3
+    """Peak learning rate."""
+    matrix_learning_rate: float = 0.02
+    """Peak learning rate of the matrices that muon updates."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """After warm-up. wsd: constant, then linear decay over the last `decay_steps`."""
+    warmup_steps: int = 100
+    """Updates of linear warm-up from 0."""
+    decay_steps: int | None = None
+    """Length of the decay; default: all after warm-up (wsd: a fifth of the run)."""
+    final_fraction: float = 0.1
+    """Learning rate at the end, as a fraction of the peak."""
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices and embeddings; never of norms or biases."""
+    clip_norm: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    b1: float = 0.9
+    """First moment (adamw, lion, muon's adamw), momentum (sgd)."""
+    b2: float = 0.95
+    """Second moment (adamw), update rate (lion)."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    max_skipped: int = 10
+    """Consecutive updates skipped for NaN or infinite gradients after which the run ends."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state is saved. The last state always is."""
+
+    every_steps: int = 500
+    """Updates between saves; 0: only by time and at the end."""
+    every_minutes: float = 15.0
+    """Minutes between saves; 0: only by steps and at the end."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+    keep_every: int = 0
+    """Keep every checkpoint whose step is a multiple of this for ever; 0: none."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Loss over the whole validation split, and a sample at the end."""
+
+    every_steps: int = 0
+    """Updates between evaluations; 0: only at the end."""
+    batch: int | None = None
+    """Sequences at a time; default: train.micro_batch."""
+    prompt: str = "\n"
+    """Start of the sample written at the end of the run."""
+    sample_tokens: int = 200
+    """Length of that sample; 0: none."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything about a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def micro_batch(self) -> int:
+        """Sequences of a micro-batch, resolved."""
+        return self.train.batch if self.train.micro_batch is None else self.train.micro_batch
+
+
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and values of a configuration (or of one of its sections), in order."""
+    flat: dict[str, Any] = {}
+    for f in dataclasses.fields(config):
+        value = getattr(config, f.name)
+        if dataclasses.is_dataclass(value):
+            flat |= flatten(value, f"{prefix}{f.name}.")
+        else:
+            flat[prefix + f.name] = value
+    return flat
+
+
+def validate(config: Config) -> None:
+    """Check everything that needs neither devices nor data.
+
+    Raises:
+      ConfigError: names the key, its value, the requirement and what would do.
+    """
+    _check_choices(config, "")
+    flat = flatten(config)
+    for key, least in _LEAST.items():
+        value = flat[key]
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise ConfigError(f"{key} is {value}: it must be at least {least}")
+    for key in ("model.dropout", "data.validation"):
+        if not 0 <= flat[key] < 1:
+            raise ConfigError(f"{key} is {flat[key]}: it must be at least 0 and below 1")
+    for key in ("optim.b1", "optim.b2"):
+        if not 0 <= flat[key] < 1:
+            raise ConfigError(f"{key} is {flat[key]}: it must be at least 0 and below 1")
+    if not 0 <= config.optim.final_fraction <= 1:
+        raise ConfigError(
+            f"optim.final_fraction is {config.optim.final_fraction}: it must be from 0 to 1"
+        )
+    _validate_model(config.model, config.data.length)
+    _validate_batch(config)
+    if not config.run.dir:
+        raise ConfigError("run.dir is empty: name a directory for the run")
+    if not config.data.sources:
+        raise ConfigError("data.sources is empty: name at least one file, directory or glob")
+    optim, steps = config.optim, config.train.steps
+    if optim.warmup_steps > steps:
+        raise ConfigError(
+            f"optim.warmup_steps is {optim.warmup_steps}, more than train.steps {steps}"
+        )
+    if optim.decay_steps is not None and optim.decay_steps > steps - optim.warmup_steps:
+        raise ConfigError(
+            f"optim.decay_steps is {optim.decay_steps}: after optim.warmup_steps "
+            f"{optim.warmup_steps} only {steps - optim.warmup_steps} of train.steps {steps} are left"
+        )
+
+
+_LEAST: dict[str, float] = {
+    "run.seed": 0,
+    "run.simulate_devices": 0,
+    "run.log_every_steps": 1,
+    "model.layers": 1,
+    "model.embed": 1,
+    "model.heads": 1,
+    "model.kv_heads": 1,
+    "model.head_dim": 1,
+    "model.mlp": 1,
+    "model.vocab": 2,
+    "model.norm_eps": 0,
+    "model.rope.theta": 1,
+    "model.rope.factor": 1,
+    "model.rope.original_length": 1,
+    "model.logit_softcap": 0,
+    "model.attention_softcap": 0,
+    "model.attention_block": 1,
+    "model.scan_unroll": 0,
+    "model.init_std": 0,
+    "data.length": 2,
+    "data.prefetch": 1,
+    "train.batch": 1,
+    "train.micro_batch": 1,
+    "train.steps": 1,
+    "train.loss_chunk": 0,
+    "train.z_loss": 0,
+    "optim.learning_rate": 0,
+    "optim.matrix_learning_rate": 0,
+    "optim.warmup_steps": 0,
+    "optim.decay_steps": 1,
+    "optim.weight_decay": 0,
+    "optim.clip_norm": 0,
+    "optim.eps": 0,
+    "optim.max_skipped": 1,
+    "checkpoint.every_steps": 0,
+    "checkpoint.every_minutes": 0,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_every": 0,
+    "eval.every_steps": 0,
+    "eval.batch": 1,
+    "eval.sample_tokens": 0,
+}
+
+
+def _check_choices(section: Any, prefix: str) -> None:
+    """Values of `Literal` fields, for configurations that were made in Python."""
+    hints = typing.get_type_hints(type(section))
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            _check_choices(value, f"{prefix}{f.name}.")
+        elif typing.get_origin(hints[f.name]) is Literal:
+            choices = typing.get_args(hints[f.name])
+            if value not in choices:
+                raise ConfigError(
+                    f"{prefix}{f.name} is {value!r}: it must be one of {', '.join(choices)}"
+                )
+
+
+def _validate_model(model: ModelConfig, length: int) -> None:
+    if model.head_dim is None and model.embed % model.heads:
+        raise ConfigError(
+            f"model.embed is {model.embed} and model.heads {model.heads}: heads must divide embed "
+            f"({nearest_divisible(model.embed, model.heads)} would do), or set model.head_dim"
+        )
+    if model.heads % model.kv:
+        divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+        raise ConfigError(
+            f"model.kv_heads is {model.kv} and model.heads {model.heads}: kv_heads must divide "
+            f"heads (one of {', '.join(map(str, divisors))})"
+        )
+    if model.positions == "rotary" and model.k_dim % 2:
+        raise ConfigError(f"model.head_dim is {model.k_dim}: rotary positions need an even number")
+    if not model.windows or min(model.windows) < 0:
+        raise ConfigError(
+            f"model.windows is {list(model.windows)}: it must name at least one window, in tokens, "
+            "with 0 for no limit"
+        )
+    if model.rope.high <= model.rope.low and model.rope.scaling in ("llama3", "yarn"):
+        raise ConfigError(
+            f"model.rope.high is {model.rope.high} and model.rope.low {model.rope.low}: "
+            "high must be larger"
+        )
+
+
+def _validate_batch(config: Config) -> None:
+    batch, micro = config.train.batch, config.micro_batch
+    if batch % micro:
+        raise ConfigError(
+            f"train.batch is {batch} and train.micro_batch {micro}: micro_batch must divide batch "
+            f"(batch {nearest_divisible(batch, micro)} would do, or micro_batch "
+            f"{nearest_divisor(batch, micro)})"
+        )
+
+
+def nearest_divisible(value: int, divisor: int) -> str:
+    """The multiples of `divisor` next to `value`, for messages: "12 or 16"."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
+
+
+def nearest_divisor(value: int, near: int) -> int:
+    """The divisor of `value` closest to `near`."""
+    return min((n for n in range(1, value + 1) if value % n == 0), key=lambda n: abs(n - near))

@@ -1,0 +1,119 @@
+"""Mesh axes: their names, their sizes, and what the sizes must divide. Touches no device."""
+
+import math
+from collections.abc import Mapping
+
+from shardlm.config import (
+    Config,
+    ConfigError,
+    MeshConfig,
+    ModelConfig,
+    nearest_divisible,
+    nearest_divisor,
+)
+
+AXES = ("replica", "stage", "data", "expert", "context", "model")
+"""Names of the mesh axes, slowest link first."""
+
+BATCH_AXES = ("replica", "data")
+"""Axes that split the examples of a batch."""
+
+UNSUPPORTED = ("stage", "expert", "context")
+"""Axes whose size must still be 1."""
+
+
+def resolve_sizes(mesh: MeshConfig, devices: int) -> dict[str, int]:
+    """Size of each axis on this many devices.
+
+    Args:
+      mesh: the sizes asked for; at most one is -1.
+      devices: how many devices there are.
+
+    Returns:
+      Axis name to size, in the order of `AXES`; the product is at most `devices`, and equal to it
+      when a size is -1.
+
+    Raises:
+      ConfigError: a size that is not positive, more than one -1, more devices asked for than there
+        are, or a remainder.
+    """
+    sizes = check_axes(mesh)
+    known = math.prod(n for n in sizes.values() if n != -1)
+    free = [axis for axis, n in sizes.items() if n == -1]
+    if known > devices:
+        wanted = ", ".join(f"{a} {n}" for a, n in sizes.items() if n not in (1, -1))
+        raise ConfigError(
+            f"the mesh asks for {known} devices ({wanted}) and there are {devices}: make an axis "
+            f"smaller, or use run.simulate_devices {known} to try it on CPU"
+        )
+    if free:
+        if devices % known:
+            raise ConfigError(
+                f"mesh.{free[0]} is -1, and {devices} devices do not divide by the other axes' "
+                f"{known}: their product must divide {devices} (nearest: "
+                f"{nearest_divisor(devices, known)})"
+            )
+        sizes[free[0]] = devices // known
+    return sizes
+
+
+def check_axes(mesh: MeshConfig) -> dict[str, int]:
+    """Check the sizes as they are written; returns axis to size, -1 unresolved.
+
+    Raises:
+      ConfigError: as `resolve_sizes`, as far as it can be told without a count of devices.
+    """
+    sizes = {axis: int(getattr(mesh, axis)) for axis in AXES}
+    for axis, n in sizes.items():
+        if n < 1 and n != -1:
+            raise ConfigError(f"mesh.{axis} is {n}: it must be at least 1, or -1 for the rest")
+    free = [axis for axis, n in sizes.items() if n == -1]
+    if len(free) > 1:
+        raise ConfigError(f"mesh.{free[0]} and mesh.{free[1]} are both -1: only one may be")
+    for axis in UNSUPPORTED:
+        if sizes[axis] != 1:
+            raise ConfigError(
+                f"mesh.{axis} is {sizes[axis]}: a size above 1 is not supported yet on this axis; "
+                "use replica, data and model"
+            )
+    return sizes
+
+
+def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
+    """Check that batch and model divide over the axes.
+
+    Raises:
+      ConfigError: names both numbers and the nearest sizes that work.
+    """
+    ways = math.prod(sizes[axis] for axis in BATCH_AXES)
+    named = " x ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES if sizes[axis] > 1)
+    if config.train.batch % ways:
+        raise ConfigError(
+            f"train.batch is {config.train.batch} and {named} split it {ways} ways: it must be "
+            f"a multiple of {ways} ({nearest_divisible(config.train.batch, ways)} would do)"
+        )
+    if config.micro_batch % ways:
+        raise ConfigError(
+            f"train.micro_batch is {config.micro_batch} and {named} split it {ways} ways: it must "
+            f"be a multiple of {ways} ({nearest_divisible(config.micro_batch, ways)} would do)"
+        )
+    _check_model(config.model, sizes, config.mesh.shard_params)
+
+
+def _check_model(model: ModelConfig, sizes: Mapping[str, int], shard_params: str) -> None:
+    split = [
+        ("model.heads", model.heads, "model"),
+        ("model.kv_heads", model.kv, "model"),
+        ("model.mlp", model.mlp, "model"),
+        ("model.vocab (padded)", model.vocab_padded, "model"),
+    ]
+    if shard_params != "none":
+        split.append(("model.embed", model.embed, "data"))
+    for key, value, axis in split:
+        n = sizes[axis]
+        if value % n:
+            raise ConfigError(
+                f"{key} is {value} and mesh.{axis} is {n}: {n} does not divide {value} "
+                f"({key.split()[0]} {nearest_divisible(value, n)} would do, or mesh.{axis} "
+                f"{nearest_divisor(value, n)})"
+            )

@@ -1,0 +1,286 @@
+"""The parts of a layer, as Flax NNX modules on one device's part of the weights.
+
+Every parameter names the logical dim of each of its dimensions; `AxisRules` says which axes split
+them. Sizes are read off the arrays, so that the same code runs on a whole weight or a shard.
+
+Shapes: B batch, T length (of the whole row), D embed, H heads, G kv_heads, K head_dim, F mlp.
+`model` splits H, G and F; x between the parts is [B, T/model, D].
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from shardlm.config import ModelConfig
+from shardlm.model.attention import Rules, attend
+from shardlm.parallel.collectives import Parallel
+
+
+class Cache(NamedTuple):
+    """Keys and values so far, for decoding."""
+
+    k: Array  # [B, S, G, K]
+    v: Array
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every layer of one forward pass needs beside x."""
+
+    par: Parallel
+    dtype: jnp.dtype
+    attention: str
+    segments: Array  # [B, T] of the queries
+    cos: Array | None  # [B, T, 1, K/2] fp32
+    sin: Array | None
+    dropout_key: Array | None = None
+    """None when nothing is dropped."""
+    rows: Array | None = None
+    """[B], the number of each row in the update, which with the place in the row decides its
+    dropout mask, on any mesh and in any micro-batch."""
+    kv_segments: Array | None = None
+    """[B, S] when decoding into a cache."""
+    start: Array | int = 0
+    """Index of the first query among the keys, when decoding."""
+
+
+def normal(key: Array, shape: tuple[int, ...], std: float, contract: int = 1) -> Array:
+    """fp32 normal numbers with this standard deviation.
+
+    Drawn as a matrix of the first `contract` dims by the rest: three dims take XLA three times as
+    long to compile.
+    """
+    if std == 0:
+        return jnp.zeros(shape, jnp.float32)
+    n = math.prod(shape[:contract])
+    matrix = jax.random.normal(key, (n, math.prod(shape) // n), jnp.float32)
+    return matrix.reshape(shape) * std
+
+
+def project(x: Array, kernel: Array, contract: int = 1) -> Array:
+    """Contract the last `contract` dims of x with the first of the kernel, as one 2-D product."""
+    batch = x.shape[: x.ndim - contract]
+    n = math.prod(kernel.shape[:contract])
+    y = x.reshape(-1, n) @ kernel.reshape(n, -1)
+    return y.reshape(*batch, *kernel.shape[contract:])
+
+
+class Linear(nnx.Module):
+    """A matrix (or a stack of them, a head each) and perhaps a bias."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dims: tuple[str, ...],
+        contract: int,
+        std: float,
+        bias_dims: tuple[str, ...] | None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.contract = contract
+        self.kernel = nnx.Param(normal(rngs.params(), shape, std, contract), dims=dims)
+        self.bias = (
+            None
+            if bias_dims is None
+            else nnx.Param(jnp.zeros(shape[contract:], jnp.float32), dims=bias_dims)
+        )
+
+    def __call__(self, x: Array) -> Array:
+        y = project(x, self.kernel[...], self.contract)
+        return y if self.bias is None else y + self.bias[...]
+
+
+class Norm(nnx.Module):
+    """RMSNorm or LayerNorm over the last dim, in fp32."""
+
+    def __init__(self, size: int, dim: str, kind: str, eps: float, bias: bool) -> None:
+        self.kind = kind
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones(size, jnp.float32), dims=(dim,))
+        self.bias = nnx.Param(jnp.zeros(size, jnp.float32), dims=(dim,)) if bias else None
+
+    def __call__(self, x: Array) -> Array:
+        y = x.astype(jnp.float32)
+        if self.kind == "layer":
+            y = y - y.mean(-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
+        y = y * self.scale[...]
+        if self.bias is not None:
+            y = y + self.bias[...]
+        return y.astype(x.dtype)
+
+
+def rope_frequencies(model: ModelConfig) -> tuple[Array, float]:
+    """Angle per position of each pair of a head's numbers, [K/2] fp32, and what scales cos and sin.
+
+    linear: Chen et al., arXiv 2306.15595. llama3: frequencies slower than `low` rotations over the
+    original length are stretched, faster than `high` left, between them blended. yarn: Peng et al.,
+    arXiv 2309.00071, with its attention temperature 0.1·ln(factor) + 1.
+    """
+    rope, k = model.rope, model.k_dim
+    pair = jnp.arange(0, k, 2, dtype=jnp.float32)
+    frequency = rope.theta ** (-pair / k)
+    if rope.scaling == "none":
+        return frequency, 1.0
+    stretched = frequency / rope.factor
+    if rope.scaling == "linear":
+        return stretched, 1.0
+    if rope.scaling == "llama3":
+        rotations = rope.original_length * frequency / (2 * math.pi)
+        keep = jnp.clip((rotations - rope.low) / (rope.high - rope.low), 0, 1)
+        return keep * frequency + (1 - keep) * stretched, 1.0
+    # yarn blends linearly in the index of the pair between those with `high` and `low` rotations.
+    def index(rotations: float) -> float:
+        return k * math.log(rope.original_length / (rotations * 2 * math.pi)) / (
+            2 * math.log(rope.theta)
+        )
+
+    first = max(math.floor(index(rope.high)), 0)
+    last = min(math.ceil(index(rope.low)), k - 1)
+    stretch = jnp.clip((pair / 2 - first) / max(last - first, 0.001), 0, 1)
+    return stretch * stretched + (1 - stretch) * frequency, 0.1 * math.log(rope.factor) + 1
+
+
+def rope_table(model: ModelConfig, positions: Array) -> tuple[Array, Array]:
+    """cos and sin [B, T, 1, K/2] in fp32: bf16 cannot tell positions above 256 apart."""
+    frequency, scale = rope_frequencies(model)
+    angle = positions.astype(jnp.float32)[:, :, None, None] * frequency
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate pairs (i, i + K/2) of [B, T, H, K] by their angles, in fp32."""
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def dropout(x: Array, rate: float, key: Array, ctx: Context) -> Array:
+    """Drop elements of [B, T/model, D] and scale up the rest.
+
+    The mask of a token depends on the key, its row and its place in the row, and on nothing else.
+    """
+    assert ctx.rows is not None
+    first = ctx.par.index("model") * x.shape[1] if ctx.par.split_sequence else 0
+    place = first + jnp.arange(x.shape[1])
+    fold = jax.random.fold_in
+    keys = jax.vmap(lambda r: jax.vmap(lambda p: fold(fold(key, r), p))(place))(ctx.rows)
+    bits = jax.vmap(jax.vmap(lambda k: jax.random.bits(k, x.shape[2:])))(keys)
+    keep = bits >= jnp.uint32(round(rate * 2**32))
+    return jnp.where(keep, x / jnp.asarray(1 - rate, x.dtype), jnp.zeros_like(x))
+
+
+class Attention(nnx.Module):
+    """Grouped-query self-attention."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs) -> None:
+        d, h, g, k = model.embed, model.heads, model.kv, model.k_dim
+        self.model = model
+        std = min(model.init_std, 1 / math.sqrt(d))
+
+        def heads(n: int, dim: str) -> Linear:
+            bias = (dim, "head_dim_vector") if model.bias else None
+            return Linear((d, n, k), ("embed", dim, "head_dim"), 1, std, bias, rngs)
+
+        self.q, self.k, self.v = heads(h, "heads"), heads(g, "kv_heads"), heads(g, "kv_heads")
+        self.o = Linear(
+            (h, k, d),
+            ("heads", "head_dim", "embed"),
+            2,
+            output_std(model),
+            ("embed",) if model.bias else None,
+            rngs,
+        )
+        norm = model.qk_norm
+        self.q_norm = Norm(k, "head_dim_vector", "rms", model.norm_eps, False) if norm else None
+        self.k_norm = Norm(k, "head_dim_vector", "rms", model.norm_eps, False) if norm else None
+
+    def __call__(
+        self, x: Array, ctx: Context, window: int, cache: Cache | None
+    ) -> tuple[Array, Cache | None]:
+        x = ctx.par.gather_sequence(x)
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if ctx.cos is not None and ctx.sin is not None:
+            q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
+        kv_segments = ctx.segments
+        if cache is not None:
+            assert ctx.kv_segments is not None
+            cache = Cache(
+                jax.lax.dynamic_update_slice_in_dim(cache.k, k, ctx.start, 1),
+                jax.lax.dynamic_update_slice_in_dim(cache.v, v, ctx.start, 1),
+            )
+            k, v, kv_segments = cache.k, cache.v, ctx.kv_segments
+        rules = Rules(window, self.model.attention_softcap, self.model.attention_block)
+        y = attend(q, k, v, ctx.segments, kv_segments, rules, ctx.attention, ctx.start)
+        return add_bias_once(self.o, y, ctx.par), cache
+
+
+def add_bias_once(linear: Linear, x: Array, par: Parallel) -> Array:
+    """A matrix split over its input dims: sum the partial products over `model`, then the bias."""
+    y = par.scatter_sequence(project(x, linear.kernel[...], linear.contract))
+    return y if linear.bias is None else y + linear.bias[...]
+
+
+class Mlp(nnx.Module):
+    """The feed-forward part."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs) -> None:
+        d, f = model.embed, model.mlp
+        self.activation = model.activation
+        std = min(model.init_std, 1 / math.sqrt(d))
+        bias = ("mlp_vector",) if model.bias else None
+        self.up = Linear((d, f), ("embed", "mlp"), 1, std, bias, rngs)
+        self.gate = Linear((d, f), ("embed", "mlp"), 1, std, bias, rngs) if model.gated else None
+        self.down = Linear(
+            (f, d), ("mlp", "embed"), 1, output_std(model), ("embed",) if model.bias else None, rngs
+        )
+
+    def __call__(self, x: Array, ctx: Context) -> Array:
+        x = ctx.par.gather_sequence(x)
+        y = self.up(x)
+        if self.gate is not None:
+            gate = self.gate(x)
+            y = y * (jax.nn.silu(gate) if self.activation == "swiglu" else jax.nn.gelu(gate))
+        elif self.activation == "gelu":
+            y = jax.nn.gelu(y)
+        else:
+            y = jnp.square(jax.nn.relu(y))
+        return add_bias_once(self.down, y, ctx.par)
+
+
+def output_std(model: ModelConfig) -> float:
+    """Initial scale of the last matrix of a residual branch (GPT-2's 1/sqrt(2 layers))."""
+    return 0.0 if model.zero_init_output else model.init_std / math.sqrt(2 * model.layers)
+
+
+class Layer(nnx.Module):
+    """Attention and feed-forward, each normed first and added to x (pre-norm)."""
+
+    def __init__(self, model: ModelConfig, rngs: nnx.Rngs) -> None:
+        def norm() -> Norm:
+            return Norm(model.embed, "embed", model.norm, model.norm_eps, model.bias)
+
+        self.rate = model.dropout
+        self.attn_norm = norm()
+        self.attn = Attention(model, rngs)
+        self.mlp_norm = norm()
+        self.mlp = Mlp(model, rngs)
+
+    def __call__(
+        self, x: Array, ctx: Context, layer: Array, window: int, cache: Cache | None
+    ) -> tuple[Array, Cache | None]:
+        y, cache = self.attn(self.attn_norm(x), ctx, window, cache)
+        x = x + self._drop(y, ctx, layer, 0)
+        return x + self._drop(self.mlp(self.mlp_norm(x), ctx), ctx, layer, 1), cache
+
+    def _drop(self, y: Array, ctx: Context, layer: Array, branch: int) -> Array:
+        if ctx.dropout_key is None:
+            return y
+        key = jax.random.fold_in(jax.random.fold_in(ctx.dropout_key, layer + 1), branch)
+        return dropout(y, self.rate, key, ctx)

@@ -1,0 +1,139 @@
+"""The directory of a run: who may use it, and where things are in it."""
+
+import fcntl
+import os
+import socket
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from shardlm.arguments import from_yaml, to_yaml
+from shardlm.config import Config, ConfigError
+from shardlm.observe.files import replace_text
+
+_LOCK = ".lock"
+_NOT_CONTENTS = (_LOCK, ".config.yaml.tmp")
+
+
+class RunDirectoryError(ConfigError):
+    """A `run.dir` that cannot be used: occupied, foreign, not empty, or not writable."""
+
+
+class RunDirectory:
+    """A run directory. `RunDirectory(path)` reads; `RunDirectory.open` makes and owns it."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints_path(self) -> Path:
+        return self.path / "checkpoints"
+
+    @classmethod
+    def open(cls, path: str | Path, fresh: bool = False) -> Self:
+        """Make the directory if need be, and own it until `close` or the end of the process.
+
+        Nothing is written into a directory that is refused. A lock that a killed process held is
+        free again at once, since the kernel holds it. In a run of several processes, one opens it.
+
+        Args:
+          path: `run.dir`.
+          fresh: refuse a directory that holds anything.
+
+        Raises:
+          RunDirectoryError: another live process owns it, it holds something that is no run, it is
+            not empty and `fresh`, or it cannot be written to.
+        """
+        run = cls(path)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run._check_contents(fresh)
+            run._take_lock()
+            run._check_contents(fresh)
+        except OSError as error:
+            run.close()
+            raise RunDirectoryError(
+                f"run.dir is {path}: {error.strerror} ({error.filename}); name a directory that "
+                "can be written to"
+            ) from error
+        except RunDirectoryError:
+            run.close()
+            raise
+        return run
+
+    def close(self) -> None:
+        """Give the directory up."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def read_config(self) -> Config | None:
+        """The run's configuration; None when it has none yet.
+
+        Raises:
+          ConfigError: config.yaml cannot be read; the message has file and line.
+        """
+        try:
+            text = self.config_path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RunDirectoryError(f"{self.config_path} cannot be read: {error}") from error
+        return from_yaml(text, str(self.config_path))
+
+    def write_config(self, config: Config) -> None:
+        """Write config.yaml: the old one or the new one is there at any moment."""
+        replace_text(self.config_path, to_yaml(config))
+
+    def _check_contents(self, fresh: bool) -> None:
+        names = sorted(path.name for path in self.path.iterdir() if path.name not in _NOT_CONTENTS)
+        if not names:
+            return
+        if fresh:
+            raise RunDirectoryError(
+                f"run.dir is {self.path}, which is not empty, and run.fresh is true: name another "
+                "directory, or leave out run.fresh to resume"
+            )
+        if self.config_path.name not in names:
+            raise RunDirectoryError(
+                f"run.dir is {self.path}, which is not empty and has no config.yaml, so it is no "
+                f"run (it has {', '.join(names[:3])}): name another directory"
+            )
+
+    def _take_lock(self) -> None:
+        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+            os.close(lock)
+            raise RunDirectoryError(
+                f"run.dir is {self.path}, which {owner} is using: wait for it to end, or name "
+                "another directory"
+            ) from None
+        except OSError:
+            os.close(lock)
+            raise
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        self._lock = lock

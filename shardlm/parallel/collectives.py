@@ -1,0 +1,215 @@
+"""All communication inside the model and the step, written by hand.
+
+The loss and its gradients run inside one `jax.shard_map` that is manual over every mesh axis, so
+arrays here are one device's part and nothing travels except through these functions. The types
+that say on which axes a value varies (`check_vma`) make a missing reduction an error when the step
+is traced.
+
+Traffic of a device, N the size of the axis (fully sharded data parallelism: Rajbhandari et al.,
+arXiv 1910.02054; sequence-split tensor parallelism: Korthikanti et al., arXiv 2205.05198):
+  `unshard`          (N-1)/N of the gathered leaf forward, the same in fp32 backward, over `data`
+  `gather_sequence`  (N-1)/N of the gathered activation forward and backward, over `model`
+  `scatter_sequence` the same
+  `reduce_gradients` 2(N-1)/N of the leaves that are whole over an axis, (N-1)/N of those gathered
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from shardlm.mesh.axes import AXES, BATCH_AXES
+from shardlm.mesh.rules import AxisRules
+
+SEQUENCE = 1
+"""The dimension of an activation [B, T, ...] that `model` splits between the matrices."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the arrays of one device relate to those of the others.
+
+    Args:
+      rules: which dims are split over which axes.
+      gather_weights: weights arrive split over `data`, and each layer gathers its own where it uses
+        them; otherwise they arrive whole over `data`.
+      split_sequence: between the matrices the residual stream is split over the sequence on
+        `model`; otherwise it is whole (decoding, where the sequence is one token).
+    """
+
+    rules: AxisRules
+    gather_weights: bool = True
+    split_sequence: bool = True
+
+    def size(self, axis: str) -> int:
+        """Devices of an axis."""
+        return self.rules.sizes.get(axis, 1)
+
+    def active(self, axes: tuple[str, ...] = AXES) -> tuple[str, ...]:
+        """Those of the axes that have more than one device."""
+        return tuple(axis for axis in axes if self.size(axis) > 1)
+
+    def index(self, *axes: str) -> Array:
+        """Place of this device along axes taken together, the first most significant."""
+        active = self.active(axes)
+        return jax.lax.axis_index(active) if active else jnp.int32(0)
+
+    def unshard(self, state: Any, dtype: jnp.dtype) -> Any:
+        """Weights (an NNX state) cast for computing and whole over `data`.
+
+        Norm scales stay fp32. Gradients are summed over `data` in fp32 whatever `dtype` is.
+        """
+
+        def leaf(path: tuple[Any, ...], p: nnx.Variable[Array]) -> nnx.Variable[Array]:
+            value = p[...]
+            to = jnp.dtype(jnp.float32) if path[-1].key == "scale" else dtype
+            dims = [self.rules.axes(dim) for dim in p.get_metadata()["dims"]]
+            split = [i for i, axes in enumerate(dims) if "data" in axes]
+            if self.gather_weights and split:
+                return p.replace(_gather_weight(value, split[0], to))
+            return p.replace(value.astype(to))
+
+        return jax.tree_util.tree_map_with_path(
+            leaf, state, is_leaf=lambda x: isinstance(x, nnx.Variable)
+        )
+
+    def gather_sequence(self, x: Array) -> Array:
+        """[B, T/model, ...] to [B, T, ...]; backward a reduce-scatter."""
+        if self.size("model") == 1 or not self.split_sequence:
+            return x
+        return jax.lax.all_gather(x, "model", axis=SEQUENCE, tiled=True)
+
+    def scatter_sequence(self, x: Array) -> Array:
+        """Partial sums [B, T, ...] to their sum [B, T/model, ...]; backward an all-gather."""
+        if self.size("model") == 1:
+            return x
+        if not self.split_sequence:
+            return jax.lax.psum(x, "model")
+        return jax.lax.psum_scatter(x, "model", scatter_dimension=SEQUENCE, tiled=True)
+
+    def sum_model(self, x: Array) -> Array:
+        """Sum over `model`, on which the result no longer varies."""
+        return jax.lax.psum(x, "model") if self.size("model") > 1 else x
+
+    def max_model(self, x: Array) -> Array:
+        """Maximum over `model`, on which the result no longer varies."""
+        return jax.lax.pmax(x, "model") if self.size("model") > 1 else x
+
+    def concatenate_model(self, x: Array, axis: int) -> Array:
+        """The parts of all devices of `model` side by side; equal, and typed so, on all of them."""
+        if self.size("model") == 1:
+            return x
+        shape = list(x.shape)
+        shape[axis] *= self.size("model")
+        start = self.index("model") * x.shape[axis]
+        whole = match_varying(jnp.zeros(shape, x.dtype), x)
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, x, start, axis)
+        return jax.lax.psum(whole, "model")
+
+    def sum_examples(self, x: Array) -> Array:
+        """Sum over the axes that split the examples."""
+        axes = self.active(BATCH_AXES)
+        return jax.lax.psum(x, axes) if axes else x
+
+    def varying(self, tree: Any, axes: tuple[str, ...] = AXES) -> Any:
+        """The same values, typed as varying on all of these axes.
+
+        Gradients with respect to the result are this device's part of the sum. Taken outside the
+        loop over micro-batches, it is what lets the sum over devices be taken once an update.
+        """
+
+        def leaf(x: Array) -> Array:
+            return _vary(x, set(self.active(axes)))
+
+        return jax.tree.map(leaf, tree)
+
+    def gather_tree(self, tree: Any, specs: Any, dtype: Any) -> Any:
+        """Every leaf cast to the dtype that `dtype(path)` gives and gathered over `data`."""
+
+        def leaf(path: Any, x: Array, spec: PartitionSpec) -> Array:
+            dim = _data_dim(spec)
+            x = x.astype(dtype(path))
+            return x if dim is None else jax.lax.all_gather(x, "data", axis=dim, tiled=True)
+
+        return jax.tree_util.tree_map_with_path(leaf, tree, specs)
+
+    def reduce_gradients(self, grads: Any, specs: Any, gathered: bool) -> Any:
+        """Sum each gradient leaf over the devices whose parts it still lacks.
+
+        Args:
+          grads: this device's gradients, a leaf whole over each axis that its spec does not name,
+            and over `data` too if `gathered`.
+          specs: how the parameters are stored.
+          gathered: the gradients are whole over `data`, and are to be split as the spec says.
+
+        The sum over `replica` comes last, when only shards are left to send over slow links.
+        """
+
+        def leaf(g: Array, spec: PartitionSpec) -> Array:
+            named = {a for e in spec if e is not None for a in (e if isinstance(e, tuple) else (e,))}
+            dim = _data_dim(spec)
+            if gathered and dim is not None:
+                g = jax.lax.psum_scatter(g, "data", scatter_dimension=dim, tiled=True)
+            for axis in reversed(self.active()):
+                if axis not in named:
+                    g = jax.lax.psum(g, axis)
+            return g
+
+        return jax.tree.map(leaf, grads, specs)
+
+
+def match_varying(x: Array, like: Array) -> Array:
+    """`x` typed as varying on the mesh axes on which `like` varies; a loop's carry needs it."""
+    return _vary(x, varying_axes(like))
+
+
+def varying_axes(x: Array) -> set[str]:
+    """The manual mesh axes on which devices hold different values, by the type of `x`."""
+    return set(jax.typeof(x).manual_axis_type.varying)
+
+
+def _vary(x: Array, axes: set[str]) -> Array:
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _data_dim(spec: PartitionSpec) -> int | None:
+    """The dimension that `data` splits."""
+    for i, entry in enumerate(spec):
+        if entry == "data" or (isinstance(entry, tuple) and "data" in entry):
+            return i
+    return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather_weight(x: Array, dim: int, dtype: jnp.dtype) -> Array:
+    # The cast comes first: bf16 halves what the gather sends.
+    return jax.lax.all_gather(x.astype(dtype), "data", axis=dim, tiled=True)
+
+
+def _gather_weight_fwd(x: Array, dim: int, dtype: jnp.dtype) -> tuple[Array, None]:
+    return _gather_weight(x, dim, dtype), None
+
+
+def _gather_weight_bwd(dim: int, dtype: jnp.dtype, _: None, g: Array) -> tuple[Array]:
+    # Summing over devices in bf16 would lose what fp32 accumulation keeps.
+    g = g.astype(jnp.float32)
+    return (jax.lax.psum_scatter(g, "data", scatter_dimension=dim, tiled=True),)
+
+
+_gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
+
+
+def regather(prim: Any, *_: Any, **params: Any) -> bool:
+    """A `jax.checkpoint` policy: keep everything for the backward pass but gathered weights,
+    which would be the whole model on every device."""
+    return not (prim.name == "all_gather" and "data" in _names(params.get("axis_name", ())))
+
+
+def _names(axis_name: Any) -> tuple[str, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)

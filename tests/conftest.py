@@ -1,0 +1,29 @@
+"""Shared set-up of the tests: eight simulated CPU devices, checked array shapes, real text."""
+
+import os
+from pathlib import Path
+
+import pytest
+from jaxtyping import install_import_hook
+
+# All of this must stand before the first import of jax, and so before the modules under test.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "Agg")
+_DEVICES = "--xla_force_host_platform_device_count"
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+
+# The jaxtyping annotations of these packages are checked at every call. The configuration is left
+# out: it has its own validation, and the tests read its messages.
+install_import_hook(
+    ["shardlm.data", "shardlm.model", "shardlm.optim", "shardlm.parallel"], "beartype.beartype"
+)
+
+
+@pytest.fixture(scope="session")
+def tinyshakespeare() -> Path:
+    """The path of the tiny Shakespeare text (1,115,394 bytes, ASCII)."""
+    path = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
+    if not path.is_file():
+        pytest.skip(f"needs the tiny Shakespeare text as {path}")
+    return path

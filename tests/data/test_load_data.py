@@ -1,0 +1,176 @@
+"""From a configuration to training and validation."""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from shardlm.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
+from shardlm.data import DataError, load_data
+
+
+def make(sources, batch=2, length=5, seed=0, vocab=None, **data):
+    return Config(
+        run=RunConfig(seed=seed),
+        model=ModelConfig(vocab=vocab),
+        data=DataConfig(sources=tuple(map(str, sources)), length=length, **data),
+        train=TrainConfig(batch=batch),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random = np.random.default_rng(0)
+    for i in range(40):
+        size = int(random.integers(1, 90))
+        text = "".join(chr(c) for c in random.integers(97, 230, size))
+        (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def texts_of(loader, tokenizer):
+    tokens, starts = loader.corpus.tokens, loader.corpus.starts
+    return [tokenizer.decode(tokens[a:b]) for a, b in pairwise(starts)]
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "characters"])
+def test_documents_are_on_one_side_each(folder, tokenizer):
+    data = load_data(make([folder], tokenizer=tokenizer, validation=0.25))
+    train = texts_of(data.train, data.tokenizer)
+    validation = texts_of(data.validation, data.tokenizer)
+    whole = [path.read_text(encoding="utf-8") for path in folder.iterdir()]
+    assert sorted(train + validation) == sorted(whole)
+    assert 4 <= len(validation) <= 16
+    sizes = {"bytes": lambda t: len(t.encode()), "characters": lambda t: len(t) - 1}
+    count = sizes[tokenizer]  # every byte is predicted but for the first, and the end is
+    assert data.train.summary().loss_tokens == sum(map(count, train))
+    assert data.validation.summary().loss_tokens == sum(map(count, validation))
+
+
+def test_a_new_document_moves_none(folder):
+    before = load_data(make([folder], validation=0.25))
+    (folder / "new.txt").write_text("new", encoding="utf-8")
+    after = load_data(make([folder], validation=0.25))
+    for side in ("train", "validation"):
+        old, new = (texts_of(getattr(d, side), d.tokenizer) for d in (before, after))
+        assert set(old) <= set(new) <= {*old, "new"}
+    assert before.fingerprint != after.fingerprint
+
+
+def test_the_end_of_a_document_is_predicted_and_predicts_nothing(folder):
+    data = load_data(make([folder]))
+    ends = np.zeros(2, int)
+    for batch in data.validation.batches(3):
+        assert (batch["targets"][batch["tokens"] == 256] == -1).all()
+        ends += (batch["tokens"] == 256).sum(), (batch["targets"] == 256).sum()
+    assert ends.tolist() == [data.validation.corpus.documents] * 2
+
+
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.3])
+def test_the_tail_is_the_rest_after_the_first_share(tmp_path, share):
+    text = "".join(chr(97 + i * i % 23) for i in range(1003))
+    (tmp_path / "t.txt").write_text(text, encoding="utf-8")
+    source = [tmp_path / "t.txt"]
+    data = load_data(make(source, tokenizer="characters", split="tail", validation=share))
+    cut = int((1 - share) * 1003)
+    assert texts_of(data.train, data.tokenizer) == [text[:cut]]
+    assert texts_of(data.validation, data.tokenizer) == [text[cut:]]
+    assert data.tokenizer.vocab_size == len(set(text))
+
+
+def test_shakespeare_by_characters_is_split_as_published(tinyshakespeare):
+    text = tinyshakespeare.read_text(encoding="utf-8")
+    data = load_data(make([tinyshakespeare], tokenizer="characters", split="tail"))
+    ids = {character: i for i, character in enumerate(sorted(set(text)))}
+    expected = np.array([ids[character] for character in text])
+    cut = int(0.9 * len(text))
+    assert data.tokenizer.vocab_size == 65
+    assert np.array_equal(data.train.corpus.tokens, expected[:cut])
+    assert np.array_equal(data.validation.corpus.tokens, expected[cut:])
+    assert data.train.corpus.tokens.dtype == np.uint8
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.6])
+def test_the_tail_of_several_documents(tmp_path, share):
+    documents = ["abcdefghij", "klmnopqrst", "uvwxyzABCD"]
+    for i, text in enumerate(documents):
+        (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
+    config = make([tmp_path], tokenizer="characters", split="tail", validation=share)
+    data = load_data(config)
+    train = texts_of(data.train, data.tokenizer)
+    validation = texts_of(data.validation, data.tokenizer)
+    cut = int((1 - share) * 30)
+    assert "".join(train) == "".join(documents)[:cut]
+    assert "".join(validation) == "".join(documents)[cut:]
+    assert all(any(piece in text for text in documents) for piece in train + validation)
+    assert len(train) + len(validation) == 3 + (cut % 10 > 0)
+
+
+def test_without_validation(folder):
+    data = load_data(make([folder], validation=0.0))
+    assert data.validation is None
+    assert data.train.corpus.documents == 40
+    assert "none" in data.summary()
+    tail = load_data(make([folder], validation=0.0, split="tail"))
+    assert np.array_equal(tail.train.corpus.tokens, data.train.corpus.tokens)
+    assert np.array_equal(tail.train.corpus.starts, data.train.corpus.starts)
+
+
+def test_the_fingerprint_knows_the_text_and_not_its_place(folder, tmp_path_factory):
+    first = load_data(make([folder]))
+    assert load_data(make([folder], seed=5, batch=3)).fingerprint == first.fingerprint
+    copy = tmp_path_factory.mktemp("copy")
+    for path in folder.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    assert load_data(make([copy])).fingerprint == first.fingerprint
+    others = [make([folder], validation=0.3), make([folder], tokenizer="characters")]
+    (copy / "7.txt").write_bytes((copy / "7.txt").read_bytes() + b"x")
+    prints = {load_data(config).fingerprint for config in [*others, make([copy])]}
+    assert len(prints | {first.fingerprint}) == 4
+
+
+def test_a_vocabulary_below_the_tokenizers_is_refused(folder):
+    with pytest.raises(DataError, match=r"model\.vocab is 256 and .* bytes has 257 ids"):
+        load_data(make([folder], vocab=256))
+    load_data(make([folder], vocab=257))
+    load_data(make([folder], vocab=50_304))
+
+
+def test_too_little_text_is_refused(tmp_path):
+    one = tmp_path / "one.txt"
+    one.write_text("some text", encoding="utf-8")
+    for config, parts in (
+        (make([one]), ["data.split", "none of the 1 documents", "tail"]),
+        (make([one], split="tail", batch=3), ["train.batch is 3", "only 2 rows"]),
+        (make([one], split="tail", validation=0.95), ["data.validation 0.95", "10 tokens"]),
+        (make([one], validation=0.0, batch=3), ["train.batch is 3", "only 2 rows"]),
+        (make([one], split="tail", validation=0.1), ["validation text has 1 tokens"]),
+    ):
+        with pytest.raises(DataError) as error:
+            load_data(config)
+        for part in parts:
+            assert part in str(error.value)
+
+
+def test_the_summary_states_both_sides(folder):
+    data = load_data(make([folder]))
+    train, validation = data.train.summary(), data.validation.summary()
+    for summary in (train, validation):
+        assert f"{summary.documents:,} documents, {summary.tokens:,} tokens" in data.summary()
+        assert summary.rows == -(-summary.tokens // 5)
+    assert "bytes, 257 ids" in data.summary()
+
+
+def test_the_package_is_imported_without_jax_or_grain():
+    code = "import sys, shardlm.data; print({'jax', 'grain'} & set(sys.modules))"
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert result.stdout == "set()\n"

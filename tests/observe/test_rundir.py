@@ -1,0 +1,110 @@
+"""Who may use a run directory."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from shardlm.config import Config, ConfigError, RunConfig
+from shardlm.observe import RunDirectory, RunDirectoryError
+
+HOLD = (
+    "import sys, time\n"
+    "from shardlm.observe.rundir import RunDirectory\n"
+    "RunDirectory.open(sys.argv[1])\n"
+    "print('held', flush=True)\n"
+    "time.sleep(60)\n"
+)
+
+
+def test_makes_the_directory_and_keeps_the_configuration(tmp_path):
+    config = Config(run=RunConfig(dir="x", seed=3))
+    with RunDirectory.open(tmp_path / "runs" / "a", fresh=True) as run:
+        assert run.read_config() is None
+        run.write_config(Config())
+        run.write_config(config)
+        assert run.read_config() == config
+    with RunDirectory.open(tmp_path / "runs" / "a") as run:
+        assert run.read_config() == config
+        assert run.metrics_path.name == "metrics.jsonl"
+        assert run.checkpoints_path.name == "checkpoints"
+    assert sorted(p.name for p in run.path.iterdir()) == [".lock", "config.yaml"]
+
+
+def test_a_second_process_is_refused_and_a_kill_frees_the_directory(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(RunDirectoryError, match=f"process {child.pid} on .* is using"):
+            RunDirectory.open(tmp_path)
+    finally:
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+    with RunDirectory.open(tmp_path), pytest.raises(RunDirectoryError, match=f"{os.getpid()} on"):
+        RunDirectory.open(tmp_path)
+    RunDirectory.open(tmp_path).close()
+
+
+def test_reading_needs_no_lock(tmp_path):
+    with RunDirectory.open(tmp_path) as run:
+        run.write_config(Config())
+        assert RunDirectory(tmp_path).read_config() == Config()
+
+
+def test_fresh_refuses_a_run_and_leaves_it_alone(tmp_path):
+    with RunDirectory.open(tmp_path) as run:
+        run.write_config(Config())
+    with pytest.raises(RunDirectoryError, match=r"not empty, and run.fresh is true"):
+        RunDirectory.open(tmp_path, fresh=True)
+    RunDirectory.open(tmp_path).close()
+
+
+def test_fresh_accepts_what_a_start_that_failed_leaves(tmp_path):
+    RunDirectory.open(tmp_path, fresh=True).close()
+    (tmp_path / ".config.yaml.tmp").write_text("half")
+    RunDirectory.open(tmp_path, fresh=True).close()
+
+
+def test_a_foreign_directory_is_refused_and_not_touched(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(RunDirectoryError, match=r"no config.yaml, so it is no run .it has thesis"):
+        RunDirectory.open(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "a").write_text("")
+    for path in (tmp_path / "a", tmp_path / "a" / "b"):
+        with pytest.raises(RunDirectoryError, match=r"run.dir is .*(File exists|Not a directory)"):
+            RunDirectory.open(path)
+
+
+def test_a_directory_that_cannot_be_written_to(tmp_path, monkeypatch):
+    def refuse(path, *args):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(RunDirectoryError, match=r"Permission denied .*name a directory that can"):
+        RunDirectory.open(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_directory(tmp_path):
+    tmp_path.chmod(0o555)
+    for path in (tmp_path, tmp_path / "a"):
+        with pytest.raises(RunDirectoryError, match="Permission denied"):
+            RunDirectory.open(path)
+
+
+def test_a_damaged_configuration_names_the_line(tmp_path):
+    with RunDirectory.open(tmp_path) as run:
+        run.config_path.write_text("run:\n  sed: 1\n")
+        with pytest.raises(ConfigError, match=r"config.yaml:2: run.sed is not a key; .* run.seed"):
+            run.read_config()
+        run.config_path.write_bytes(b"\xff")
+        with pytest.raises(ConfigError, match=r"config.yaml cannot be read"):
+            run.read_config()
