@@ -125,7 +125,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype. auto: bfloat16 on accelerators; on CPU what is faster with this jax."""
     attention: Literal["auto", "xla", "blockwise", "cudnn"] = "auto"
-    """Implementation. auto: cudnn where it can honour the request, else by length."""
+    """Implementation. auto: blockwise, and xla for decoding."""
     attention_block: int = 128
     """Queries and keys of a block of the blockwise attention."""
     scan_unroll: int = 1

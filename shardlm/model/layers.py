@@ -17,7 +17,8 @@ from flax import nnx
 from jax import Array
 
 from shardlm.config import ModelConfig
-from shardlm.model.attention import Rules, attend
+from shardlm.model.attention import attend
+from shardlm.model.scores import Rules
 from shardlm.parallel.collectives import Parallel
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from shardlm.model.attention import MASKED
+from shardlm.model.scores import MASKED
 from shardlm.parallel.collectives import Parallel, match_varying
 
 

@@ -28,12 +28,14 @@ class Embed(nnx.Module):
         real = jnp.arange(shape[0])[:, None] < model.vocab_size
         table = normal(rngs.params(), shape, model.init_std)
         self.table = nnx.Param(jnp.where(real, table, 0), dims=("vocab", "embed"))
-        self.positions = None
-        if model.positions == "learned":
-            self.positions = nnx.Param(
+        self.positions = (
+            nnx.Param(
                 normal(rngs.params(), (length, model.embed), model.init_std),
                 dims=("positions", "embed"),
             )
+            if model.positions == "learned"
+            else None
+        )
 
     def __call__(self, tokens: Array, positions: Array, par: Parallel) -> Array:
         """[B, T] ids to [B, T/model, D]: each device looks up the ids of its part of the table."""

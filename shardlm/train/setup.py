@@ -1,6 +1,7 @@
 """From a configuration to the fixed parts of a run: resolved keys, mesh, model, optimizer."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,13 @@ FREE_TO_CHANGE = (
     "train.micro_batch",
     "train.remat",
     "train.loss_chunk",
+    "train.steps",
     "optim.max_skipped",
     "checkpoint.",
     "eval.",
 )
-"""Keys (a dot at the end: sections) that change how a run is done and not what it computes."""
+"""Keys (a dot at the end: sections) that change how a run is done and not what it computes; and
+`train.steps`, whose effect on the schedule the run states."""
 
 
 def resolve_vocab(config: Config, data: Data) -> Config:
@@ -72,7 +75,7 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, dtype=compute_dtype(config, platform))
     )
-    attention = choose_implementation(config.model, config.data.length, platform)
+    attention = choose_implementation(config.model, platform)
     rules = AxisRules.for_model(mesh.shape, config.model, config.mesh.shard_params)
     transformer = Transformer(config.model, config.data.length)
     optimizer = make_optimizer(config)
@@ -87,8 +90,19 @@ def compute_dtype(config: Config, platform: str) -> str:
         return config.model.dtype
     if platform != "cpu":
         return "bfloat16"
-    # bf16 products on CPU became fast with jax 0.11 (docs/log.md has the figures).
-    return "bfloat16" if jax.__version_info__ >= (0, 11) else "float32"
+    # Without the instructions, or before jax 0.11, bf16 products on CPU are emulated and slower
+    # than fp32 ones (docs/log.md has the figures).
+    fast = jax.__version_info__ >= (0, 11) and _cpu_multiplies_bf16()
+    return "bfloat16" if fast else "float32"
+
+
+def _cpu_multiplies_bf16() -> bool:
+    """Whether the processor has bf16 products, by what Linux says of it."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
 def refuse_changes(before: Config, now: Config) -> None:
@@ -98,16 +112,11 @@ def refuse_changes(before: Config, now: Config) -> None:
       ConfigError: lists the keys that differ and would change what the run computes.
     """
     old, new = flatten(before), flatten(now)
-    free = set(FREE_TO_CHANGE)
-    if now.optim.schedule == "constant":
-        # Nothing before the end depends on where the end is.
-        free.add("train.steps")
+    sections = tuple(key for key in FREE_TO_CHANGE if key.endswith("."))
     changed = [
         f"{key}: {old[key]} -> {new[key]}"
         for key in new
-        if old[key] != new[key]
-        and key not in free
-        and not any(key.startswith(section) for section in free if section.endswith("."))
+        if old[key] != new[key] and key not in FREE_TO_CHANGE and not key.startswith(sections)
     ]
     if changed:
         raise ConfigError(

@@ -1,0 +1,289 @@
+"""Attention a block of queries at a time, forward and backward, with a softmax in fp32.
+
+The backward pass keeps the log of the softmax's sum and computes scores again (Dao et al., arXiv
+2205.14135). Keys after a block of queries, or before its window, are not computed.
+
+Two forms of the same. Up to `UNROLLED` blocks, each block of queries meets all the keys it sees in
+one product, written out: large products, which is what a CPU is fast at. Beyond, loops over blocks
+of keys too, with a running softmax: a program of one size, and scores of one block at a time.
+
+Shapes: B batch, G key/value heads, R query heads of each, T length, K head_dim; q [B, G, R, T, K],
+k and v [B, G, T, K], segments [B, T].
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from shardlm.model.scores import MASKED, Rules, scores, softcap_slope, visible
+from shardlm.parallel.collectives import match_varying
+
+UNROLLED = 8
+"""Blocks up to which the loops are written out."""
+
+_TINY = 1e-30
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def blockwise(q: Array, k: Array, v: Array, segments: Array, rules: Rules) -> Array:
+    """Causal self-attention; T a multiple of the block when it has more than `UNROLLED` blocks.
+
+    Returns [B, G, R, T, K] in the dtype of `v`; zeros where a query sees nothing.
+    """
+    return _forward(q, k, v, segments, rules)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, segments: Array, rules: Rules
+) -> tuple[Array, tuple[Array, ...]]:
+    form = _unrolled_forward if q.shape[3] <= UNROLLED * rules.block else _looped_forward
+    out, lse = form(q, k, v, segments, rules)
+    return out, (q, k, v, segments, out, lse)
+
+
+def _backward(
+    rules: Rules, saved: tuple[Array, ...], d_out: Array
+) -> tuple[Array, Array, Array, None]:
+    q, k, v, segments, out, lse = saved
+    # sum(weights · d_weights) of each query, which softmax's derivative needs.
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), -1)
+    form = _unrolled_backward if q.shape[3] <= UNROLLED * rules.block else _looped_backward
+    d_q, d_k, d_v = form(q, k, v, segments, lse, delta, d_out, rules)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+blockwise.defvjp(_forward, _backward)
+
+
+def _times_keys(x: Array, k: Array) -> Array:
+    """fp32 [B, G, R, T, K] of [B, G, R, T, S] and [B, G, S, K]."""
+    b, g, r, t, s = x.shape
+    y = jnp.einsum(
+        "bts,bsk->btk",
+        x.reshape(b * g, r * t, s),
+        k.reshape(b * g, s, -1),
+        preferred_element_type=jnp.float32,
+    )
+    return y.reshape(b, g, r, t, -1)
+
+
+def _over_queries(x: Array, q: Array) -> Array:
+    """fp32 [B, G, S, K] of [B, G, R, T, S] and [B, G, R, T, K], summed over R and T."""
+    b, g, r, t, s = x.shape
+    y = jnp.einsum(
+        "bts,btk->bsk",
+        x.reshape(b * g, r * t, s),
+        q.reshape(b * g, r * t, -1),
+        preferred_element_type=jnp.float32,
+    )
+    return y.reshape(b, g, s, -1)
+
+
+def _gradients(
+    q: Array, k: Array, v: Array, lse: Array, delta: Array, d_out: Array, seen: Array, rules: Rules
+) -> tuple[Array, Array, Array]:
+    """fp32 gradients of the queries and keys of a pair of blocks."""
+    x = scores(q, k, rules.softcap)
+    weights = jnp.where(seen, jnp.exp(x - lse[..., None]), 0.0)
+    # Without the scale that `scores` has: it is put back below.
+    d_weights = _raw_scores(d_out, v)
+    d_x = weights * (d_weights - delta[..., None])
+    if rules.softcap:
+        d_x *= softcap_slope(x, rules.softcap)
+    d_x = (d_x * q.shape[-1] ** -0.5).astype(q.dtype)
+    return _times_keys(d_x, k), _over_queries(d_x, q), _over_queries(weights.astype(v.dtype), d_out)
+
+
+def _raw_scores(d_out: Array, v: Array) -> Array:
+    return scores(d_out, v, 0.0) * d_out.shape[-1] ** 0.5
+
+
+# The written-out form.
+
+
+def _spans(length: int, rules: Rules) -> Iterator[tuple[slice, slice]]:
+    """Each block of queries and the keys it sees."""
+    for start in range(0, length, rules.block):
+        end = min(start + rules.block, length)
+        first = max(0, start - rules.window + 1) if rules.window else 0
+        yield slice(start, end), slice(first, end)
+
+
+def _seen(segments: Array, queries: slice, keys: slice, window: int) -> Array:
+    index = jnp.arange(segments.shape[1])
+    return visible(
+        index[queries], index[keys], segments[:, queries], segments[:, keys], window
+    )[:, None, None]
+
+
+def _unrolled_forward(
+    q: Array, k: Array, v: Array, segments: Array, rules: Rules
+) -> tuple[Array, Array]:
+    outs, lses = [], []
+    for queries, keys in _spans(q.shape[3], rules):
+        seen = _seen(segments, queries, keys, rules.window)
+        x = jnp.where(seen, scores(q[:, :, :, queries], k[:, :, keys], rules.softcap), MASKED)
+        top = x.max(-1, keepdims=True)
+        weights = jnp.where(seen, jnp.exp(x - top), 0.0)
+        total = jnp.maximum(weights.sum(-1, keepdims=True), _TINY)
+        out = _times_keys(weights.astype(v.dtype), v[:, :, keys]) / total
+        outs.append(out.astype(v.dtype))
+        lses.append((top + jnp.log(total))[..., 0])
+    return jnp.concatenate(outs, 3), jnp.concatenate(lses, 3)
+
+
+def _unrolled_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+    lse: Array,
+    delta: Array,
+    d_out: Array,
+    rules: Rules,
+) -> tuple[Array, Array, Array]:
+    d_q = []
+    d_k = match_varying(jnp.zeros(k.shape, jnp.float32), k)
+    d_v = match_varying(jnp.zeros(v.shape, jnp.float32), v)
+    for queries, keys in _spans(q.shape[3], rules):
+        d_q_part, d_k_part, d_v_part = _gradients(
+            q[:, :, :, queries],
+            k[:, :, keys],
+            v[:, :, keys],
+            lse[:, :, :, queries],
+            delta[:, :, :, queries],
+            d_out[:, :, :, queries],
+            _seen(segments, queries, keys, rules.window),
+            rules,
+        )
+        d_q.append(d_q_part)
+        d_k = d_k.at[:, :, keys].add(d_k_part)
+        d_v = d_v.at[:, :, keys].add(d_v_part)
+    return jnp.concatenate(d_q, 3), d_k, d_v
+
+
+# The looped form.
+
+
+class _Blocks(NamedTuple):
+    """Operands cut into blocks along a new leading dimension."""
+
+    q: Array  # [N, B, G, R, block, K]
+    k: Array  # [N, B, G, block, K]
+    v: Array
+    segments: Array  # [N, B, block]
+
+    def seen(self, i: Array, j: Array, rules: Rules) -> Array:
+        """Mask of query block i against key block j."""
+        offsets = jnp.arange(rules.block)
+        return visible(
+            i * rules.block + offsets,
+            j * rules.block + offsets,
+            self.segments[i],
+            self.segments[j],
+            rules.window,
+        )[:, None, None]
+
+
+def _cut_operands(q: Array, k: Array, v: Array, segments: Array, block: int) -> _Blocks:
+    return _Blocks(
+        _cut(q, 3, block), _cut(k, 2, block), _cut(v, 2, block), _cut(segments, 1, block)
+    )
+
+
+def _cut(x: Array, dim: int, block: int) -> Array:
+    shape = (*x.shape[:dim], x.shape[dim] // block, block, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x.reshape(shape), dim, 0)
+
+
+def _join(x: Array, dim: int) -> Array:
+    x = jnp.moveaxis(x, 0, dim)
+    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+
+
+def _first_key_block(i: Array, rules: Rules) -> Array | int:
+    """First block of keys that a block of queries sees."""
+    if not rules.window:
+        return 0
+    return jnp.maximum(0, (i * rules.block - rules.window + 1) // rules.block)
+
+
+def _last_query_block(j: Array, blocks: int, rules: Rules) -> Array | int:
+    """One past the last block of queries that sees a block of keys."""
+    if not rules.window:
+        return blocks
+    return jnp.minimum(blocks, ((j + 1) * rules.block + rules.window - 2) // rules.block + 1)
+
+
+def _looped_forward(
+    q: Array, k: Array, v: Array, segments: Array, rules: Rules
+) -> tuple[Array, Array]:
+    x = _cut_operands(q, k, v, segments, rules.block)
+
+    def queries(i: Array) -> tuple[Array, Array]:
+        def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            out, top, total = carry
+            seen = x.seen(i, j, rules)
+            s = jnp.where(seen, scores(x.q[i], x.k[j], rules.softcap), MASKED)
+            new_top = jnp.maximum(top, s.max(-1))
+            weights = jnp.where(seen, jnp.exp(s - new_top[..., None]), 0.0)
+            keep = jnp.exp(top - new_top)
+            part = _times_keys(weights.astype(v.dtype), x.v[j])
+            return out * keep[..., None] + part, new_top, total * keep + weights.sum(-1)
+
+        shape = x.q.shape[1:]
+        start = (
+            jnp.zeros(shape, jnp.float32),
+            jnp.full(shape[:-1], MASKED, jnp.float32),
+            jnp.zeros(shape[:-1], jnp.float32),
+        )
+        start = jax.tree.map(lambda a: match_varying(a, q), start)
+        out, top, total = jax.lax.fori_loop(_first_key_block(i, rules), i + 1, keys, start)
+        total = jnp.maximum(total, _TINY)
+        return (out / total[..., None]).astype(v.dtype), top + jnp.log(total)
+
+    out, lse = jax.lax.map(queries, jnp.arange(x.q.shape[0]))
+    return _join(out, 3), _join(lse, 3)
+
+
+def _looped_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array,
+    lse: Array,
+    delta: Array,
+    d_out: Array,
+    rules: Rules,
+) -> tuple[Array, Array, Array]:
+    x = _cut_operands(q, k, v, segments, rules.block)
+    blocks = x.q.shape[0]
+    lse, delta, d_out = (_cut(a, 3, rules.block) for a in (lse, delta, d_out))
+
+    def keys(d_q: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
+        def queries(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            d_q, d_k, d_v = carry
+            d_q_part, d_k_part, d_v_part = _gradients(
+                x.q[i],
+                x.k[j],
+                x.v[j],
+                lse[i],
+                delta[i],
+                d_out[i],
+                x.seen(i, j, rules),
+                rules,
+            )
+            return d_q.at[i].add(d_q_part), d_k + d_k_part, d_v + d_v_part
+
+        zero = match_varying(jnp.zeros(x.k.shape[1:], jnp.float32), q)
+        last = _last_query_block(j, blocks, rules)
+        d_q, d_k, d_v = jax.lax.fori_loop(j, last, queries, (d_q, zero, zero))
+        return d_q, (d_k, d_v)
+
+    start = match_varying(jnp.zeros(x.q.shape, jnp.float32), q)
+    d_q, (d_k, d_v) = jax.lax.scan(keys, start, jnp.arange(blocks))
+    return _join(d_q, 3), _join(d_k, 2), _join(d_v, 2)

@@ -1,0 +1,52 @@
+"""What a query may see, and the scores it sees it by: shared by the attention implementations."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+MASKED = -1e30
+"""A score that softmax takes for nothing; finite, so that a row of nothing has no NaN."""
+
+
+class Rules(NamedTuple):
+    """What a query may see, and how scores are formed; static."""
+
+    window: int = 0
+    """Tokens a query sees, itself included; 0: all before it."""
+    softcap: float = 0.0
+    """Bound c of the scores, c·tanh(x/c); 0 is off."""
+    block: int = 64
+    """Queries of a block of the blockwise implementation."""
+
+
+def visible(
+    q_index: Array, kv_index: Array, q_segments: Array, kv_segments: Array, window: int
+) -> Array:
+    """Which key each query sees: [B, T, S] from indices [T], [S] and segments [B, T], [B, S]."""
+    back = q_index[:, None] - kv_index[None, :]
+    seen = back >= 0
+    if window:
+        seen &= back < window
+    same = q_segments[:, :, None] == kv_segments[:, None, :]
+    return seen & same & (kv_segments != 0)[:, None, :]
+
+
+def scores(q: Array, k: Array, softcap: float) -> Array:
+    """fp32 scores [B, G, R, T, S] of q [B, G, R, T, K] and k [B, G, S, K], scaled by 1/sqrt(K)."""
+    b, g, r, t, d = q.shape
+    # One product for all heads of a group: CPU libraries do not see through five dims.
+    product = jnp.einsum(
+        "btk,bsk->bts",
+        q.reshape(b * g, r * t, d),
+        k.reshape(b * g, -1, d),
+        preferred_element_type=jnp.float32,
+    )
+    x = product.reshape(b, g, r, t, -1) * (1 / math.sqrt(d))
+    return softcap * jnp.tanh(x / softcap) if softcap else x
+
+
+def softcap_slope(x: Array, softcap: float) -> Array:
+    """Derivative of the soft-cap by its result; where it is out of range (`MASKED`), zero."""
+    return jnp.maximum(1 - (x / softcap) ** 2, 0.0)
