@@ -25,6 +25,7 @@ DIMS: Mapping[str, tuple[str, ...]] = {
 }
 """Logical dims of shardlm's tensors, and the mesh axes that split them."""
 
+
 @dataclass(frozen=True)
 class AxisRules:
     """Maps the logical dims of a tensor to mesh axes.
@@ -80,9 +81,7 @@ class AxisRules:
             )
         return axes
 
-    def spec(
-        self, dims: Sequence[str | None], shape: Sequence[int] | None = None
-    ) -> PartitionSpec:
+    def spec(self, dims: Sequence[str | None], shape: Sequence[int] | None = None) -> PartitionSpec:
         """The partition of a tensor with these dims (None: not split).
 
         Args:

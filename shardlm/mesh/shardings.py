@@ -67,14 +67,14 @@ def describe_sharding(tree: Any) -> str:
     rows = [("leaf", "shape", "dtype", "axes", "bytes a device")]
     total = 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        spec = (
-            leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
-        )
+        spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
         entries = tuple(spec) + (None,) * (leaf.ndim - len(spec))
         axes = ["-" if e is None else e if isinstance(e, str) else "+".join(e) for e in entries]
         size = bytes_per_device(leaf)
         total += size
-        name = ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+        name = ".".join(
+            str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path
+        )
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
         if not any(e is not None for e in entries):
             axes = ["whole"]

@@ -88,7 +88,7 @@ def _gradients(
 ) -> tuple[Array, Array, Array]:
     """fp32 gradients of the queries and keys of a pair of blocks."""
     x = scores(q, k, rules.softcap)
-    weights = jnp.where(seen, jnp.exp(x - lse[..., None]), 0.0)
+    weights = jnp.exp(jnp.where(seen, x, MASKED) - lse[..., None])
     # Without the scale that `scores` has: it is put back below.
     d_weights = _raw_scores(d_out, v)
     d_x = weights * (d_weights - delta[..., None])
@@ -115,9 +115,9 @@ def _spans(length: int, rules: Rules) -> Iterator[tuple[slice, slice]]:
 
 def _seen(segments: Array, queries: slice, keys: slice, window: int) -> Array:
     index = jnp.arange(segments.shape[1])
-    return visible(
-        index[queries], index[keys], segments[:, queries], segments[:, keys], window
-    )[:, None, None]
+    return visible(index[queries], index[keys], segments[:, queries], segments[:, keys], window)[
+        :, None, None
+    ]
 
 
 def _unrolled_forward(
@@ -128,11 +128,13 @@ def _unrolled_forward(
         seen = _seen(segments, queries, keys, rules.window)
         x = jnp.where(seen, scores(q[:, :, :, queries], k[:, :, keys], rules.softcap), MASKED)
         top = x.max(-1, keepdims=True)
-        weights = jnp.where(seen, jnp.exp(x - top), 0.0)
-        total = jnp.maximum(weights.sum(-1, keepdims=True), _TINY)
+        weights = jnp.exp(x - top)
+        total = weights.sum(-1, keepdims=True)
         out = _times_keys(weights.astype(v.dtype), v[:, :, keys]) / total
-        outs.append(out.astype(v.dtype))
-        lses.append((top + jnp.log(total))[..., 0])
+        some = top > MASKED / 2
+        outs.append(jnp.where(some, out, 0.0).astype(v.dtype))
+        # Where nothing is seen, any sum above MASKED makes the weights zero in the backward pass.
+        lses.append(jnp.where(some, top + jnp.log(total), 0.0)[..., 0])
     return jnp.concatenate(outs, 3), jnp.concatenate(lses, 3)
 
 
@@ -244,7 +246,8 @@ def _looped_forward(
         start = jax.tree.map(lambda a: match_varying(a, q), start)
         out, top, total = jax.lax.fori_loop(_first_key_block(i, rules), i + 1, keys, start)
         total = jnp.maximum(total, _TINY)
-        return (out / total[..., None]).astype(v.dtype), top + jnp.log(total)
+        lse = jnp.where(top > MASKED / 2, top + jnp.log(total), 0.0)
+        return (out / total[..., None]).astype(v.dtype), lse
 
     out, lse = jax.lax.map(queries, jnp.arange(x.q.shape[0]))
     return _join(out, 3), _join(lse, 3)

@@ -73,7 +73,9 @@ def next_token_loss(
 def _loss(
     x: Array, kernel: Array, targets: Array, rules: LossRules, par: Parallel
 ) -> tuple[Array, Array]:
-    def chunk(carry: tuple[Array, Array], part: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+    def chunk(
+        carry: tuple[Array, Array], part: tuple[Array, Array]
+    ) -> tuple[tuple[Array, Array], None]:
         objective, nll, _ = _chunk(*part, kernel, rules, par)
         return (carry[0] + objective, carry[1] + nll), None
 
@@ -98,9 +100,7 @@ def _loss_fwd(
 
     zero = match_varying(jnp.float32(0), targets)
     start = (zero, zero, match_varying(jnp.zeros(kernel.shape, jnp.float32), kernel))
-    (objective, nll, d_kernel), d_x = jax.lax.scan(
-        chunk, start, _chunks(x, targets, rules.chunk)
-    )
+    (objective, nll, d_kernel), d_x = jax.lax.scan(chunk, start, _chunks(x, targets, rules.chunk))
     d_x = d_x.reshape(-1, x.shape[1])[: x.shape[0]]
     return (objective, nll), (d_x, d_kernel.astype(kernel.dtype))
 
