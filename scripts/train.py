@@ -1,8 +1,6 @@
 """Train a model, or resume a run: `python scripts/train.py --config configs/quickstart.yaml`."""
 
-import sys
-
-from shardlm.cli import run, train
+from shardlm.cli import leave, run, train
 
 if __name__ == "__main__":
-    sys.exit(run(train))
+    leave(run(train))

@@ -1,54 +1,146 @@
 """The commands behind `shardlm VERB` and `scripts/VERB.py`.
 
 Exit status: 0 finished; 2 unusable configuration or arguments; 128+N after signal N; 1 any other
-failure.
+failure. jax, which takes seconds to load, is imported after the checks that do not need it.
 """
 
-import shlex
+import errno
+import json
+import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
 
-from shardlm.arguments import parse_config
+from shardlm.arguments import parse_config, parse_options
 from shardlm.config import ConfigError
+from shardlm.options import MESH_KEYS, EvaluateOptions, GenerateOptions
 
 
-def train(argv: Sequence[str] | None = None) -> int:
+def train(argv: Sequence[str]) -> int:
     """Train a model, or resume a run."""
     started = _process_start()
-    argv = sys.argv[1:] if argv is None else list(argv)
-    config = parse_config(argv, "train", train.__doc__ or "")
-    from shardlm.train import loop
+    config = parse_config(argv, "train", _about(train))
+    from shardlm.train.commands import Commands
+    from shardlm.train.signals import StopRequest
+    from shardlm.train.start import begin
 
-    command = f"python scripts/train.py {shlex.join(argv)}"
-    return loop.train(config, command, started)
+    with StopRequest(at_once=_interrupted) as stop, begin(config) as start:
+        from shardlm.train import loop
 
-
-def _process_start() -> float:
-    """`time.time()` at which this process began."""
-    return time.time() - time.process_time()
+        return loop.train(start, Commands.of(config, argv), stop, started)
 
 
-VERBS: dict[str, Callable[[Sequence[str] | None], int]] = {"train": train}
+def generate(argv: Sequence[str]) -> int:
+    """Continue texts with a trained model."""
+    options, mesh = parse_options(GenerateOptions, MESH_KEYS, argv, "generate", _about(generate))
+    from shardlm.generate import generate_text
+
+    print("\n\n".join(prompt + text for prompt, text in generate_text(options, mesh)))
+    return 0
 
 
-def run(verb: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None = None) -> int:
-    """Run a command; mistakes of the user's end in one message on standard error."""
+def evaluate(argv: Sequence[str]) -> int:
+    """Loss and perplexity of a trained model over the validation split."""
+    options, mesh = parse_options(EvaluateOptions, MESH_KEYS, argv, "evaluate", _about(evaluate))
+    from shardlm.evaluate import evaluate_run
+
+    found = evaluate_run(options, mesh)
+    loss, perplexity = found["eval_loss"], found["perplexity"]
+    if not math.isfinite(perplexity):
+        print(f"error: the validation loss after update {found['step']} is {loss}", file=sys.stderr)
+        return 1
+    print(
+        f"update {found['step']:,}  validation loss {loss:.4f}  perplexity {perplexity:.4f}  "
+        f"over {found['eval_tokens']:,} tokens"
+    )
+    print(json.dumps(found))
+    return 0
+
+
+VERBS = {"train": train, "generate": generate, "evaluate": evaluate}
+
+
+def run(verb: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status. What can be expected to go wrong ends in one
+    message on standard error; anything else keeps its traceback."""
     try:
-        return verb(argv)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return verb(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
-        print("interrupted: what was saved before is kept", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        status = _status(error)
+        if status is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return status
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def leave(status: int) -> NoReturn:
+    """End the process. After a failure at once: a compilation that still runs in a thread cannot be
+    interrupted, and Python would wait for it."""
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(0)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """`shardlm VERB ...`."""
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv and argv[0] in VERBS:
-        return run(VERBS[argv[0]], argv[1:])
-    lines = [f"  {name:10} {(verb.__doc__ or '').splitlines()[0]}" for name, verb in VERBS.items()]
-    print("usage: shardlm VERB [--help] ...\n" + "\n".join(lines))
-    return 0 if argv in (["-h"], ["--help"]) else 2
+        leave(run(VERBS[argv[0]], argv[1:]))
+    lines = [f"  {name:10} {_about(verb)}" for name, verb in VERBS.items()]
+    usage = "usage: shardlm VERB [--help] ...\n" + "\n".join(lines)
+    if argv in (["-h"], ["--help"]):
+        print(usage)
+        leave(0)
+    print(usage, file=sys.stderr)
+    leave(2)
+
+
+def _status(error: Exception) -> int | None:
+    """Exit status of a failure that its message explains; None for others."""
+    if isinstance(error, ConfigError):
+        return 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return 1
+    # Here, since they load jax: when it is not loaded yet, none of them has been raised.
+    if "jax" not in sys.modules:
+        return None
+    from shardlm.checkpoint import CheckpointError, SaveError
+    from shardlm.observe import MetricsError
+    from shardlm.train.errors import TrainingError
+
+    if isinstance(error, CheckpointError | MetricsError):
+        return 2
+    if isinstance(error, TrainingError | SaveError):
+        return 1
+    return None
+
+
+def _interrupted() -> NoReturn:
+    """A second Ctrl-C. Files are whole at any moment, so nothing needs to be awaited."""
+    os.write(2, b"interrupted: what was saved before is kept\n")
+    os._exit(130)
+
+
+def _about(verb: Callable[[Sequence[str]], int]) -> str:
+    return (verb.__doc__ or "").partition("\n")[0]
+
+
+def _process_start() -> float:
+    """`time.time()` at which this process began, where the system tells it; else now."""
+    now = time.time()
+    try:
+        # The 22nd field, in clock ticks since the system started. The second is in parentheses and
+        # may hold anything.
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+    except (OSError, AttributeError, ValueError, IndexError):
+        return now

@@ -9,9 +9,13 @@ from jaxtyping import install_import_hook
 # All of this must stand before the first import of jax, and so before the modules under test.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
-_DEVICES = "--xla_force_host_platform_device_count"
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+# Eight devices; and code that is compiled in half the time, for models that run for milliseconds.
+for flag, value in {
+    "--xla_force_host_platform_device_count": 8,
+    "--xla_backend_optimization_level": 0,
+}.items():
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={value}".strip()
 
 # The jaxtyping annotations of these packages are checked at every call. The configuration is left
 # out: it has its own validation, and the tests read its messages.

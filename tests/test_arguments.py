@@ -207,10 +207,10 @@ def test_help_lists_every_key_with_type_default_and_text(capsys):
 
 
 def test_every_key_has_a_help_text():
-    from shardlm.arguments import _kinds
+    from shardlm.keys import kinds
 
-    assert all(len(kind.help) > 10 for kind in _kinds().values())
-    assert len(_kinds()) <= 80
+    assert all(len(kind.help) > 10 for kind in kinds().values())
+    assert len(kinds()) <= 80
     assert all(dataclasses.is_dataclass(f.default_factory) for f in dataclasses.fields(Config))
 
 

@@ -88,9 +88,9 @@ def _xla(
     t, s = q.shape[1], k.shape[1]
     q, k, v = _by_group(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)
     x = scores(q, k, rules.softcap)
-    seen = visible(
-        jnp.arange(t) + q_start, jnp.arange(s), q_segments, kv_segments, rules.window
-    )[:, None, None]
+    seen = visible(jnp.arange(t) + q_start, jnp.arange(s), q_segments, kv_segments, rules.window)[
+        :, None, None
+    ]
     x = jnp.where(seen, x, MASKED)
     weights = jnp.where(seen, jnp.exp(x - x.max(-1, keepdims=True)), 0.0)
     total = jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)

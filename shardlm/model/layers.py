@@ -135,10 +135,13 @@ def rope_frequencies(model: ModelConfig) -> tuple[Array, float]:
         rotations = rope.original_length * frequency / (2 * math.pi)
         keep = jnp.clip((rotations - rope.low) / (rope.high - rope.low), 0, 1)
         return keep * frequency + (1 - keep) * stretched, 1.0
+
     # yarn blends linearly in the index of the pair between those with `high` and `low` rotations.
     def index(rotations: float) -> float:
-        return k * math.log(rope.original_length / (rotations * 2 * math.pi)) / (
-            2 * math.log(rope.theta)
+        return (
+            k
+            * math.log(rope.original_length / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
         )
 
     first = max(math.floor(index(rope.high)), 0)

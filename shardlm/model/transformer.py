@@ -109,8 +109,9 @@ class Transformer:
         """The logical dims of every parameter, as a tree like the parameters."""
 
     def init(self, key: Array) -> Params:
-        """Initial parameters, fp32, layers stacked. Layer i's values depend on the key and i only,
-        and no value depends on how the result is sharded."""
+        """Initial parameters, fp32, layers stacked. Layer i's values depend on the key and i only
+        (the scale of its last matrices on the number of layers too), and no value depends on how
+        the result is sharded."""
         params: Params = {}
         for n, (name, make) in enumerate(self._parts.items()):
             part_key = jax.random.fold_in(key, n)
@@ -145,9 +146,7 @@ class Transformer:
         return state
 
     def _module(self, name: str, params: Params, par: Parallel, dtype: jnp.dtype) -> Any:
-        return nnx.merge(
-            self._graphs[name][0], par.unshard(self._state(name, params), dtype)
-        )
+        return nnx.merge(self._graphs[name][0], par.unshard(self._state(name, params), dtype))
 
     def hidden(
         self,
@@ -185,9 +184,7 @@ class Transformer:
         model = self.model
         embed = self._module("embed", params["embed"], par, dtype)
         x = embed(tokens, positions, par)
-        cos, sin = (
-            rope_table(model, positions) if model.positions == "rotary" else (None, None)
-        )
+        cos, sin = rope_table(model, positions) if model.positions == "rotary" else (None, None)
         if model.dropout == 0:
             dropout_key = None
         ctx = Context(
@@ -216,19 +213,23 @@ class Transformer:
             layer = self._module("layers", params, ctx.par, ctx.dtype)
             return layer(x, ctx, index, window, cache)
 
-        # Without a loop around it, the compiler would merge the recomputation with the original.
-        save = partial(jax.checkpoint, static_argnums=(0,), prevent_cse=unroll >= repeats)
-        if remat == "full":
-            run = save(run)
-        elif ctx.par.gather_weights and ctx.par.size("data") > 1:
-            run = save(run, policy=regather)
+        def saving(in_loop: bool) -> Any:
+            # Without a loop around it, the compiler would merge the recomputation and the original.
+            save = partial(jax.checkpoint, static_argnums=(0,), prevent_cse=not in_loop)
+            if remat == "full":
+                return save(run)
+            if ctx.par.gather_weights and ctx.par.size("data") > 1:
+                return save(run, policy=regather)
+            return run
+
+        scanned, alone = saving(in_loop=unroll < repeats), saving(in_loop=False)
 
         def group(x: Array, part: Any) -> tuple[Array, Any]:
             params, index, cache = part
             out = []
             for j, window in enumerate(pattern):
                 at = partial(jax.tree.map, lambda a, j=j: a[j])
-                x, c = run(window, x, at(params), index[j], at(cache))
+                x, c = scanned(window, x, at(params), index[j], at(cache))
                 out.append(c)
             return x, jax.tree.map(lambda *c: jnp.stack(c), *out)
 
@@ -242,7 +243,7 @@ class Transformer:
         tail = []
         for j in range(rest):
             at = partial(jax.tree.map, lambda a, i=n + j: a[i])
-            x, c = run(pattern[j], x, *at(everything))
+            x, c = alone(pattern[j], x, *at(everything))
             tail.append(c)
         if caches is not None and tail:
             new = jax.tree.map(lambda a, *c: jnp.concatenate([a, jnp.stack(c)]), new, *tail)

@@ -151,7 +151,9 @@ class Parallel:
         """
 
         def leaf(g: Array, spec: PartitionSpec) -> Array:
-            named = {a for e in spec if e is not None for a in (e if isinstance(e, tuple) else (e,))}
+            named = {
+                a for e in spec if e is not None for a in (e if isinstance(e, tuple) else (e,))
+            }
             dim = _data_dim(spec)
             if gathered and dim is not None:
                 g = jax.lax.psum_scatter(g, "data", scatter_dimension=dim, tiled=True)

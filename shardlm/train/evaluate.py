@@ -1,34 +1,57 @@
 """Loss over the whole validation split."""
 
+import math
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from shardlm.config import Config
 from shardlm.data import ValidationLoader
+from shardlm.mesh.axes import BATCH_AXES
 from shardlm.model.transformer import Params
 from shardlm.train.step import Engine, batch_sharding, make_eval_step
 
+AHEAD = 2
+"""Batches that wait on the device, so that it never waits for the host."""
 
-def make_evaluate(engine: Engine, loader: ValidationLoader) -> Callable[[Params], float]:
-    """A function of the parameters: the mean loss in nats over every token of the split, each
-    counted once, whatever the batches and the mesh."""
+Evaluate = Callable[[Params, Callable[[], bool]], float | None]
+
+
+def make_evaluate(engine: Engine, loader: ValidationLoader) -> Evaluate:
+    """A function of the parameters and of a question: the mean loss in nats over every token of the
+    split, each counted once, whatever the batches and the mesh. None as soon as the question, which
+    is asked before each batch, is answered with yes: stop."""
     step = make_eval_step(engine)
     sharding = batch_sharding(engine)
-    batch = eval_batch(engine.config)
+    ways = math.prod(engine.mesh.shape[axis] for axis in BATCH_AXES)
+    rows = eval_batch(engine.config, ways)
 
-    def evaluate(params: Params) -> float:
+    def evaluate(params: Params, stopped: Callable[[], bool]) -> float | None:
         nll, tokens = 0.0, 0
-        # Fetched at the end, so that the host prepares batches while the device works.
-        sums = [step(params, jax.device_put(b, sharding)) for b in loader.batches(batch)]
-        for nll_part, tokens_part in sums:
-            nll += float(nll_part)
-            tokens += int(tokens_part)
+        waiting: deque[Any] = deque()
+
+        def fetch(left: int) -> None:
+            nonlocal nll, tokens
+            while len(waiting) > left:
+                nll_part, tokens_part = waiting.popleft()
+                nll += float(nll_part)
+                tokens += int(tokens_part)
+
+        for batch in loader.batches(rows):
+            if stopped():
+                return None
+            waiting.append(step(params, jax.device_put(batch, sharding)))
+            fetch(AHEAD)
+        fetch(0)
         return nll / tokens
 
     return evaluate
 
 
-def eval_batch(config: Config) -> int:
-    """Rows of an evaluation batch."""
-    return config.micro_batch if config.eval.batch is None else config.eval.batch
+def eval_batch(config: Config, ways: int) -> int:
+    """Rows of an evaluation batch: `eval.batch`, or a micro-batch, and up to a multiple of the
+    devices that the rows are split over. The result is that of any other number of rows."""
+    rows = config.micro_batch if config.eval.batch is None else config.eval.batch
+    return -(-rows // ways) * ways

@@ -1,282 +1,301 @@
-"""The training run, read from top to bottom: directory, data, mesh, engine, state, updates, end."""
+"""The training run, read from top to bottom: mesh, engine, place to resume, state, updates, end.
+
+Its directory and data come from `shardlm.train.start`.
+"""
 
 import contextlib
+import itertools
+import math
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from shardlm.checkpoint import CheckpointStore, SaveError, SavePolicy
-from shardlm.config import Config, validate
-from shardlm.data import Data, load_data
-from shardlm.generate import Sampling, generate
-from shardlm.mesh.axes import check_axes
 from shardlm.model.flops import flops_per_token
 from shardlm.observe import (
     Console,
     DelayedMetrics,
     Fetched,
     MetricsWriter,
-    RunDirectory,
     mfu,
-    peak_memory,
     plot_loss,
     update_record,
 )
 from shardlm.optim import learning_rate
-from shardlm.train.arithmetic import Arithmetic
+from shardlm.options import Sampling
+from shardlm.train.commands import Commands
+from shardlm.train.decode import generate
+from shardlm.train.errors import TrainingError
 from shardlm.train.evaluate import make_evaluate
-from shardlm.train.setup import build_engine, build_mesh, refuse_changes, resolve_vocab
+from shardlm.train.prompts import room_after
+from shardlm.train.report import PICTURE_FILE, describe, how_to_go_on
+from shardlm.train.resume import find_position, has_evaluation, write_config
+from shardlm.train.setup import build_engine, build_mesh, resolve_vocab
 from shardlm.train.signals import StopRequest
+from shardlm.train.start import Start
 from shardlm.train.state import State, init_state, shardings
 from shardlm.train.step import Engine, batch_sharding, make_train_step
 
 
-class TrainingError(RuntimeError):
-    """A run that cannot go on: what happened and what to do."""
-
-
-TOKENIZER_FILE = "tokenizer.json"
-PICTURE_FILE = "loss.png"
-
-
-def train(config: Config, resume_command: str, started: float | None = None) -> int:
-    """Train, or resume, the run in `config.run.dir`.
+def train(start: Start, commands: Commands, stop: StopRequest, started: float) -> int:
+    """Train, or resume, a run.
 
     Args:
-      config: what to do.
-      resume_command: what a user types to go on; printed at the end.
+      start: its directory, configuration and data.
+      commands: what a user types to go on; printed at the end.
+      stop: a signal that it notes ends the run after the update that is being made.
       started: `time.time()` of the start of the process, for the time to the first update.
 
     Returns:
       The exit status: 0 finished, 128+N stopped by signal N with everything saved.
 
     Raises:
-      ConfigError: the configuration, data, directory or checkpoint cannot be used.
-      TrainingError: gradients that stay NaN or infinite, or a last state that cannot be saved.
+      ConfigError: the mesh is not possible, or the directory holds another run.
+      CheckpointError, MetricsError: what the directory holds cannot be used.
+      TrainingError: losses or gradients that stay NaN or infinite, or a last state that cannot be
+        saved.
     """
-    started = time.time() if started is None else started
-    validate(config)
-    check_axes(config.mesh)
-    with StopRequest() as stop, RunDirectory.open(config.run.dir, config.run.fresh) as directory:
-        before = directory.read_config()
-        data = load_data(config)
-        config = resolve_vocab(config, data)
-        engine = build_engine(config, build_mesh(config))
-        config = engine.config
-        if before is not None:
-            refuse_changes(before, config)
-        with contextlib.closing(_store(directory, config)) as store:
-            run = _Run(engine, data, directory, store, stop, resume_command, started)
-            return run.go(new=before is None)
-
-
-def _store(directory: RunDirectory, config: Config) -> CheckpointStore:
+    config = resolve_vocab(start.config, start.data)
+    engine = build_engine(config, build_mesh(config))
     keep = config.checkpoint
-    return CheckpointStore(directory.checkpoints_path, keep.keep, keep.keep_every)
+    path = start.directory.checkpoints_path
+    with contextlib.closing(CheckpointStore(path, keep.keep, keep.keep_every)) as store:
+        run = _Run(engine, start, store, commands, stop, started)
+        try:
+            return run.go()
+        finally:
+            run.pool.shutdown(wait=False)
 
 
-@dataclass
 class _Run:
-    """A run whose parts are all there."""
+    """A run whose fixed parts are all there."""
 
-    engine: Engine
-    data: Data
-    directory: RunDirectory
-    store: CheckpointStore
-    stop: StopRequest
-    resume_command: str
-    started: float
-
-    def go(self, new: bool) -> int:
-        config = self.engine.config
-        self.console = Console(config.train.steps, config.run.log_every_steps)
-        self._describe()
-        first, self.tokens = self._position()
-        if new:
-            (self.directory.path / TOKENIZER_FILE).write_text(self.data.tokenizer.to_json())
-            self.directory.write_config(config)
-        self.rate = learning_rate(config)
-        self.skipped = 0
-        self.per_token = flops_per_token(config.model, config.data.length)
-        state, step = self._state_and_step(first)
-        with contextlib.closing(MetricsWriter(self.directory.metrics_path)) as self.writer:
-            if self.writer.truncate_after(first) < first:
-                self.console.say(f"metrics.jsonl has no lines up to step {first}: some were lost")
-            self.evaluate = (
-                make_evaluate(self.engine, self.data.validation) if self.data.validation else None
-            )
-            return self._updates(state, step, first)
-
-    def _describe(self) -> None:
-        """Say what will be done."""
-        engine, config = self.engine, self.engine.config
-        arithmetic = Arithmetic.of(config, engine.mesh.shape, self.data.train.rows_per_epoch)
-        axes = " x ".join(f"{a} {n}" for a, n in engine.mesh.shape.items() if n > 1)
-        device = engine.mesh.devices.flat[0]
-        self.console.say(
-            f"{self.data.summary()}\n"
-            f"model       {engine.transformer.count():,} parameters, {config.model.layers} layers, "
-            f"width {config.model.embed}, computing in {engine.dtype}\n"
-            f"mesh        {axes or 'one device'} ({engine.mesh.size} {device.device_kind})\n"
-            f"{arithmetic}"
-        )
-
-    def _position(self) -> tuple[int, int]:
-        """Updates done and tokens seen, by the newest complete checkpoint."""
-        first = self.store.latest() or 0
-        for step, why in self.store.broken().items():
-            self.console.say(f"checkpoint {step} is passed over: {why}")
-        if not first:
-            return 0, 0
-        saved = self.store.metadata(first)
-        if saved["data"] != self.data.fingerprint:
-            raise TrainingError(
-                f"{self.directory.path} was trained on other text than data.sources holds now: "
-                "restore the text to resume, or name another run.dir"
-            )
-        self.console.say(f"resuming after update {first:,}")
-        return first, saved["tokens"]
-
-    def _state_and_step(self, first: int) -> tuple[State, Any]:
-        """The state to begin with and the compiled update. Both take seconds, so side by side."""
-        engine = self.engine
-
-        def state() -> State:
-            if first:
-                return self.store.restore(first, engine.abstract)
-            start = jax.jit(
-                partial(init_state, engine.transformer, engine.optimizer, engine.config.run.seed),
-                out_shardings=shardings(engine.abstract),
-            )
-            return start()
-
-        batch = jax.eval_shape(lambda: dict(self.data.train.batch_at(0)))
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(state)
-            step = make_train_step(engine).lower(engine.abstract, batch).compile()
-            return future.result(), step
-
-    def _updates(self, state: State, step: Any, first: int) -> int:
-        config = self.engine.config
-        policy = SavePolicy(config.checkpoint.every_steps, config.checkpoint.every_minutes)
-        sharding = batch_sharding(self.engine)
+    def __init__(
+        self,
+        engine: Engine,
+        start: Start,
+        store: CheckpointStore,
+        commands: Commands,
+        stop: StopRequest,
+        started: float,
+    ) -> None:
+        self.engine, self.config = engine, engine.config
+        self.start, self.data, self.store = start, start.data, store
+        self.commands, self.stop, self.started = commands, stop, started
+        self.console = Console(self.config.train.steps, self.config.run.log_every_steps)
+        updates = np.arange(1, self.config.train.steps + 1)
+        self.rates = np.asarray(learning_rate(self.config)(updates))
+        """Learning rate of each update. Asked between updates, the device would put it off."""
+        self.per_token = flops_per_token(self.config.model, self.config.data.length)
+        validation = self.data.validation
+        self.evaluate = make_evaluate(engine, validation) if validation else None
+        self.eval_loss: float | None = None
+        self.consecutive = 0
+        """Updates skipped since the last good one."""
         self.delayed = DelayedMetrics()
-        saved_step, saved_at = first, time.monotonic()
-        done = first
-        with contextlib.closing(self.data.train.iterate(first)) as batches:
-            while done < config.train.steps and not self.stop.signal:
-                state, metrics = step(state, jax.device_put(next(batches), sharding))
-                done += 1
-                self._record(self.delayed.push(done, metrics))
-                if done == first + 1:
-                    self._record(self.delayed.flush())
-                    self.console.say(f"first update {time.time() - self.started:.1f} s after start")
-                every = config.eval.every_steps
-                if every and done % every == 0 and done < config.train.steps:
-                    self._evaluate(done, state)
-                if policy.due(done, time.monotonic(), saved_step, saved_at):
-                    with self._kept_going(done):
-                        self._save(done, state)
-                    saved_step, saved_at = done, time.monotonic()
-        self._record(self.delayed.flush())
-        if done >= config.train.steps:
-            self._evaluate(done, state)
-        self._save_last(done, state)
-        plot_loss(
-            self.directory.metrics_path,
-            self.directory.path / PICTURE_FILE,
-            title=self.directory.path.name,
+        self.pool = ThreadPoolExecutor(3)
+
+    def go(self) -> int:
+        start, config, say, pool = self.start, self.config, self.console.say, self.pool
+        say(describe(self.engine, start.data))
+        first, self.tokens = find_position(start, config, self.store, say)
+        if first == config.train.steps and not self._evaluation_missing(first):
+            write_config(start, config, first, 0, say)
+            say(f"this run has finished: all its {first:,} updates are made")
+            say(how_to_go_on(self.engine, start.directory, self.commands))
+            return 0
+        batches: Any = self.data.train.iterate(first)
+        with contextlib.closing(batches):
+            # Each takes seconds. XLA cannot be interrupted, so this thread only waits.
+            batch = pool.submit(next, batches)
+            try:
+                ready = self._wait(
+                    pool.submit(self._state, first), pool.submit(self._compile), batch
+                )
+            finally:
+                # A generator cannot be closed while it runs.
+                wait([batch])
+            if ready is None:
+                return self._stopped(first)
+            state, step, _ = ready
+            write_config(start, config, first, int(state["opt"].skipped), say)
+            with contextlib.closing(MetricsWriter(start.directory.metrics_path)) as self.writer:
+                if self.writer.truncate_after(first) < first:
+                    say(f"metrics.jsonl has lost lines before update {first + 1:,}")
+                return self._updates(first, state, step, itertools.chain(ready[2:], batches))
+
+    def _state(self, first: int) -> State:
+        if first:
+            return self.store.restore(first, self.engine.abstract)
+        begin = partial(
+            init_state, self.engine.transformer, self.engine.optimizer, self.config.run.seed
         )
+        return jax.jit(begin, out_shardings=shardings(self.engine.abstract))()
+
+    def _compile(self) -> Any:
+        """The update, compiled."""
+        batch = jax.eval_shape(lambda: dict(self.data.train.batch_at(0)))
+        step: Any = make_train_step(self.engine)
+        return step.lower(self.engine.abstract, batch).compile()
+
+    def _wait(self, *futures: Future[Any]) -> list[Any] | None:
+        """Results of work in threads, or None as soon as the run is to stop."""
+        while not self.stop.signal:
+            done, waiting = wait(futures, timeout=0.1, return_when=FIRST_EXCEPTION)
+            failed = [future for future in done if future.exception()]
+            if failed or not waiting:
+                return [future.result() for future in failed or futures]
+        return None
+
+    def _updates(self, first: int, state: State, step: Any, batches: Iterator[Any]) -> int:
+        steps, keep = self.config.train.steps, self.config.checkpoint
+        policy = SavePolicy(keep.every_steps, keep.every_minutes)
+        sharding = batch_sharding(self.engine)
+        done, saved_step, saved_at = first, first, time.monotonic()
+        self.consecutive = int(state["opt"].consecutive)
+        if self._evaluation_missing(first):
+            # A signal cut it off.
+            self._evaluate(first, state)
+        batch = next(batches)
+        self.delayed.start()
+        while done < steps and not self.stop.signal:
+            state, metrics = step(state, jax.device_put(batch, sharding))
+            done += 1
+            self._record(self.delayed.push(done, metrics))
+            if done == first + 1:
+                self._record(self.delayed.flush())
+                self.console.say(f"first update {time.time() - self.started:.1f} s after start")
+            if self._evaluation_due(done):
+                self._evaluate(done, state)
+            if done < steps and policy.due(done, time.monotonic(), saved_step, saved_at):
+                self._record(self.delayed.flush())
+                # A state whose gradients are not finite is not kept as a good one.
+                if not self.consecutive:
+                    self._save(done, state)
+                    saved_step, saved_at = done, time.monotonic()
+            batch = next(batches)
+        self._record(self.delayed.flush())
+        self._end(done, state)
         if self.stop.signal:
-            self.console.say(f"stopped by signal {self.stop.signal} after update {done:,}, saved")
-            self.console.say(f"resume with: {self.resume_command}")
-            return 128 + self.stop.signal
-        self._finish(state)
+            return self._stopped(done)
+        self.console.say(how_to_go_on(self.engine, self.start.directory, self.commands))
         return 0
 
     def _record(self, fetched: Fetched | None) -> None:
         """Write the line of an update, and stop if it is one skipped too many."""
         if fetched is None:
             return
-        config, values = self.engine.config, fetched.values
+        values = fetched.values
         self.tokens += values["tokens"]
+        self.consecutive = values["consecutive"]
+        skipped = self.consecutive > 0
         per_second = values["tokens"] / fetched.seconds
         record = update_record(
             step=fetched.step,
             loss=values["loss"],
             grad_norm=values["grad_norm"],
-            learning_rate=self.rate(fetched.step - values["skipped"]),
+            # The schedule counts the updates that are made.
+            learning_rate=self.rates[fetched.step - values["skipped"] + skipped - 1],
             tokens=self.tokens,
             seconds=fetched.seconds,
             tokens_per_second=per_second,
             mfu=mfu(per_second * self.per_token, list(self.engine.mesh.devices.flat)),
-            skipped=values["consecutive"] > 0,
+            skipped=skipped,
         )
         self.writer.write(record)
         self.console.update(record)
-        if values["consecutive"] >= config.optim.max_skipped:
-            raise TrainingError(
-                f"the gradients of the last {values['consecutive']} updates, up to update "
-                f"{fetched.step}, are not finite (loss {values['loss']}): lower "
-                f"optim.learning_rate ({config.optim.learning_rate}) or look at the data of those "
-                "updates; nothing was learned from them, and the checkpoints before are good"
-            )
+        if self.consecutive >= self.config.optim.max_skipped:
+            self._fail(fetched.step)
+
+    def _fail(self, step: int) -> NoReturn:
+        """End a run whose gradients stay NaN or infinite."""
+        optim = self.config.optim
+        cause = f"lower optim.learning_rate ({optim.learning_rate:g})"
+        if self.consecutive == step:
+            cause = f"not even the first was: lower model.init_std ({self.config.model.init_std:g})"
+        raise TrainingError(
+            f"the gradients of the last {self.consecutive} updates, up to {step}, are not finite: "
+            f"{cause}, or look at the data of those updates. They changed nothing; the checkpoints "
+            "are of states before them"
+        )
+
+    def _evaluation_due(self, step: int) -> bool:
+        every = self.config.eval.every_steps
+        due = step == self.config.train.steps or (every > 0 and step % every == 0)
+        return self.evaluate is not None and step > 0 and due
+
+    def _evaluation_missing(self, step: int) -> bool:
+        return self._evaluation_due(step) and not has_evaluation(self.start.directory, step)
 
     def _evaluate(self, step: int, state: State) -> None:
-        if self.evaluate is None:
+        """Write the line of an evaluation. Its time is its own and no part of an update's."""
+        assert self.evaluate is not None
+        self._record(self.delayed.flush())
+        begun = time.perf_counter()
+        loss = self._wait(self.pool.submit(self.evaluate, state["params"], self._stopping))
+        if loss is None or loss[0] is None:
             return
-        self._record(self.delayed.flush())
-        loss = self.evaluate(state["params"])
-        self.writer.write({"step": step, "eval_loss": loss})
-        self.console.evaluation(step, loss)
+        (self.eval_loss,) = loss
+        seconds = time.perf_counter() - begun
+        self.writer.write({"step": step, "eval_loss": self.eval_loss, "seconds": seconds})
+        self.console.evaluation(step, self.eval_loss)
+        self.delayed.start()
 
-    def _save(self, step: int, state: State) -> None:
-        """Save in the background. The lines up to this step are on the disk first."""
-        self._record(self.delayed.flush())
+    def _save(self, step: int, state: State, last: bool = False) -> None:
+        """Save, in the background unless it is the last. The lines up to this step are on the disk
+        first. A failure is said, and the next save that is due tries again."""
         self.writer.sync()
-        self.store.save(step, state, {"tokens": self.tokens, "data": self.data.fingerprint})
-
-    @contextlib.contextmanager
-    def _kept_going(self, step: int) -> Iterator[None]:
-        """A save that fails is said, and tried again when the next is due."""
         try:
-            yield
-        except SaveError as error:
-            self.console.say(f"checkpoint {step} was not saved: {error}")
-
-    def _save_last(self, step: int, state: State) -> None:
-        with self._kept_going(step):
             self.store.wait()
-        try:
-            if step:
-                self._save(step, state)
-                self.store.wait()
         except SaveError as error:
-            raise TrainingError(
-                f"the state after update {step} could not be saved: {error}; resuming starts from "
-                f"checkpoint {self.store.latest()}"
-            ) from error
+            self.console.say(f"{error}; saving update {step} now")
+        try:
+            metadata = {"tokens": self.tokens, "data": self.data.fingerprint}
+            self.store.save(step, state, metadata, wait=last)
+        except SaveError as error:
+            if last:
+                raise TrainingError(
+                    f"{error}. The run can go on from checkpoint {self.store.latest()}"
+                ) from error
+            self.console.say(str(error))
 
-    def _finish(self, state: State) -> None:
-        """Sample, memory, picture, and how to go on."""
-        config = self.engine.config
-        if config.eval.sample_tokens:
-            sampling = Sampling(tokens=config.eval.sample_tokens, seed=config.run.seed)
-            prompt = config.eval.prompt
-            (text,) = generate(
-                self.engine, state["params"], self.data.tokenizer, [prompt], sampling
-            )
-            self.console.say(f"\nsample after {prompt!r}:\n{text}\n")
-        memory = peak_memory(list(self.engine.mesh.devices.flat))
-        self.console.say(f"peak memory {memory['host'] / 2**20:,.0f} MiB")
-        path = self.directory.path
-        self.console.say(
-            f"{path / PICTURE_FILE} has the loss curve, {self.directory.metrics_path} the figures\n"
-            f"generate with: python scripts/generate.py {path} --prompt 'def '\n"
-            f"continue with: {self.resume_command} --train.steps {config.train.steps * 2}"
-        )
+    def _end(self, step: int, state: State) -> None:
+        """Save the last state; after the last update, check it, draw the curve and sample."""
+        if step and not self.stop.signal:
+            if self.consecutive:
+                self._fail(step)
+            if self.eval_loss is not None and not math.isfinite(self.eval_loss):
+                raise TrainingError(
+                    f"the validation loss after update {step} is {self.eval_loss}: lower "
+                    f"optim.learning_rate ({self.config.optim.learning_rate:g}). This state is not "
+                    "saved"
+                )
+        if step:
+            self._save(step, state, last=True)
+        if self.stop.signal:
+            return
+        directory, config = self.start.directory, self.config
+        path = directory.path
+        plot_loss(directory.metrics_path, path / PICTURE_FILE, title=path.resolve().name)
+        prompt, tokens = config.eval.prompt, config.eval.sample_tokens
+        room = room_after(config, len(self.data.tokenizer.encode(prompt))) if tokens else None
+        tokens = tokens if room is None else min(tokens, room)
+        if tokens:
+            sampling = Sampling(tokens=tokens, seed=config.run.seed)
+            arguments = (self.engine, state["params"], self.data.tokenizer, [prompt], sampling)
+            if text := self._wait(self.pool.submit(generate, *arguments)):
+                self.console.say(f"\nsample after {prompt!r}:\n{text[0][0]}\n")
+
+    def _stopping(self) -> bool:
+        return self.stop.signal > 0
+
+    def _stopped(self, step: int) -> int:
+        after = f"after update {step:,}" if step else "before the first update"
+        self.console.say(f"stopped by signal {self.stop.signal} {after}; everything is saved")
+        self.console.say(f"resume with: {self.commands.resume}")
+        return 128 + self.stop.signal

@@ -1,6 +1,7 @@
 """From a configuration to the fixed parts of a run: resolved keys, mesh, model, optimizer."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from shardlm.mesh.axes import check_axes, check_sizes
 from shardlm.model.attention import choose_implementation
 from shardlm.model.transformer import Transformer
 from shardlm.optim import make_optimizer
-from shardlm.train.state import abstract_state
+from shardlm.train.state import State, abstract_state, init_state, shardings
 from shardlm.train.step import Engine
 
 FREE_TO_CHANGE = (
@@ -82,6 +83,19 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
     abstract = abstract_state(transformer, optimizer, mesh, rules)
     dtype = jnp.dtype(config.model.dtype)
     return Engine(config, mesh, rules, transformer, optimizer, abstract, dtype, attention)
+
+
+def new_state(engine: Engine) -> State:
+    """The state before the first update, made sharded: the whole model is never on one device."""
+    make = jax.jit(
+        partial(init_state, engine.transformer, engine.optimizer, engine.config.run.seed),
+        out_shardings=shardings(engine.abstract),
+    )
+    # On CPU optimizing the code of random numbers takes far longer than running it once.
+    on_cpu = engine.mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    state: State = make.lower().compile(options)()
+    return state
 
 
 def compute_dtype(config: Config, platform: str) -> str:

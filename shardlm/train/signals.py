@@ -1,18 +1,29 @@
 """Stopping a run on request."""
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 
-class StopRequest:
-    """Notes SIGTERM and SIGINT while it is entered; a second SIGINT interrupts at once.
+def interrupt() -> None:
+    """What Python does on SIGINT."""
+    raise KeyboardInterrupt
 
-    `signal` is the number of the first signal, 0 for none.
+
+class StopRequest:
+    """Notes SIGTERM and SIGINT while it is entered, in the main thread.
+
+    `signal` is the number of the first signal, 0 for none. A SIGINT after that does not wait.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: Callable[[], None] = interrupt) -> None:
+        """
+        Args:
+          at_once: called, in the signal handler, on a SIGINT that follows another signal.
+        """
         self.signal = 0
+        self._at_once = at_once
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -30,6 +41,6 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal == signal.SIGINT and number == signal.SIGINT:
-            raise KeyboardInterrupt
+        if self.signal and number == signal.SIGINT:
+            self._at_once()
         self.signal = self.signal or number

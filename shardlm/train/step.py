@@ -171,7 +171,7 @@ def make_train_step(engine: Engine) -> Callable[[State, Batch], tuple[State, dic
         grads, nll, tokens = gradients(state["params"], batch, state["step"])
         norm = global_norm(grads)
         params, opt = engine.optimizer.apply(
-            grads, state["opt"], state["params"], norm=norm, ok=tokens > 0
+            state["params"], state["opt"], grads, norm=norm, ok=tokens > 0
         )
         metrics = {
             "loss": nll / jnp.maximum(tokens, 1),

@@ -1,0 +1,41 @@
+"""Loss of a trained model: the logic of `shardlm evaluate`."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from shardlm.config import ConfigError
+from shardlm.data import load_data
+from shardlm.options import EvaluateOptions
+from shardlm.train.evaluate import make_evaluate
+from shardlm.train.trained import open_trained
+
+
+def evaluate_run(options: EvaluateOptions, mesh: Mapping[str, Any]) -> dict[str, Any]:
+    """Evaluate over the whole validation split of the run.
+
+    Returns:
+      `step`; `eval_loss`, mean in nats over `eval_tokens`; `perplexity`, its exponential
+      (infinite where it cannot be computed).
+
+    Raises:
+      ConfigError: there is no validation split, its text has changed, or as `open_trained`.
+      CheckpointError: as `open_trained`.
+    """
+    trained = open_trained(options.run_dir, mesh, options.step)
+    data = load_data(trained.engine.config)
+    if data.validation is None:
+        raise ConfigError(f"{options.run_dir} has no validation text: its data.validation is 0")
+    if trained.metadata.get("data") != data.fingerprint:
+        raise ConfigError(
+            f"{options.run_dir} was trained on other text than its data.sources hold now, so its "
+            "validation split is another: restore the text"
+        )
+    loss = make_evaluate(trained.engine, data.validation)(trained.params, lambda: False)
+    assert loss is not None
+    return {
+        "step": trained.step,
+        "eval_loss": loss,
+        "eval_tokens": data.validation.summary().loss_tokens,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+    }

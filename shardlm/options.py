@@ -1,0 +1,58 @@
+"""The flags of the commands that use a trained model. Imports no jax."""
+
+from dataclasses import dataclass
+
+from shardlm.config import ConfigError
+
+MESH_KEYS = ("mesh.", "run.simulate_devices")
+"""Configuration keys that these commands have as flags too: by default a model is spread over the
+devices that are there, whatever it was trained on."""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """Which model to evaluate."""
+
+    run_dir: str
+    """Directory of a run."""
+    step: int | None = None
+    """Checkpoint to use; default: the newest."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn."""
+
+    tokens: int = 200
+    """Tokens to add at most; a document's end stops earlier."""
+    temperature: float = 0.8
+    """Divides the logits; 0 takes the likeliest."""
+    top_k: int = 0
+    """Keep this many likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that together have this probability (arXiv 1904.09751)."""
+    seed: int = 0
+    """A prompt's text depends on the seed, its place among the prompts, and nothing else."""
+
+    def __post_init__(self) -> None:
+        for name, value, good, need in (
+            ("tokens", self.tokens, self.tokens >= 1, "at least 1"),
+            ("temperature", self.temperature, self.temperature >= 0, "at least 0"),
+            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("seed", self.seed, 0 <= self.seed < 2**32, "from 0 to 4294967295"),
+        ):
+            if not good:
+                raise ConfigError(f"{name} is {value}: it must be {need}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(Sampling):
+    """What to generate, and from which model."""
+
+    run_dir: str
+    """Directory of a run; it may still be training."""
+    prompt: tuple[str, ...] = ()
+    """Text to continue; several flags, several texts. Default: eval.prompt of the run."""
+    step: int | None = None
+    """Checkpoint to use; default: the newest."""

@@ -1,0 +1,137 @@
+"""Text from a model: a key/value cache, on any data x model mesh.
+
+Shapes: B prompts, P prompt tokens (padded at the left), N new tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from shardlm.data import Tokenizer
+from shardlm.mesh.axes import BATCH_AXES
+from shardlm.model.layers import Cache
+from shardlm.model.loss import capped_logits
+from shardlm.model.transformer import Params
+from shardlm.options import Sampling
+from shardlm.parallel.collectives import Parallel
+from shardlm.train.prompts import encode_prompts
+from shardlm.train.state import SAMPLE, specs
+from shardlm.train.step import Engine, weight_dtype
+
+
+def generate(
+    engine: Engine,
+    params: Params,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    sampling: Sampling,
+) -> list[str]:
+    """Continue each prompt; returns the new text of each, without the prompt.
+
+    Raises:
+      ConfigError: see `encode_prompts`.
+    """
+    ids = encode_prompts(engine.config, tokenizer, prompts, sampling.tokens)
+    longest = max(map(len, ids))
+    ways = math.prod(engine.mesh.shape[axis] for axis in BATCH_AXES)
+    rows = -(-len(ids) // ways) * ways
+    tokens = np.zeros((rows, longest), np.int32)
+    segments = np.zeros((rows, longest), np.int32)
+    for i in range(rows):
+        row = ids[min(i, len(ids) - 1)]
+        tokens[i, longest - len(row) :] = row
+        segments[i, longest - len(row) :] = 1
+    key = jax.random.fold_in(jax.random.key(sampling.seed), SAMPLE)
+    new = np.asarray(_decode(engine, sampling)(params, tokens, segments, key))
+    texts = []
+    for row in new[: len(ids)]:
+        end = tokenizer.end_of_document
+        found = np.flatnonzero(row == end) if end is not None else np.empty(0, int)
+        texts.append(tokenizer.decode(row[: found[0]] if found.size else row))
+    return texts
+
+
+def _decode(engine: Engine, sampling: Sampling) -> Any:
+    """A jitted function of (params, tokens [B, P], segments [B, P], key): new tokens [B, N]."""
+    model, rules = engine.config.model, engine.rules
+    par = Parallel(rules, gather_weights=False, split_sequence=False)
+    param_specs = specs(engine.abstract["params"])
+
+    def local(params: Params, tokens: Array, segments: Array, key: Array) -> Array:
+        # Gathered once: a token at a time would send the whole model for every token.
+        params = par.gather_tree(params, param_specs, partial(weight_dtype, engine.dtype))
+        rows, prompt = tokens.shape
+        total = prompt + sampling.tokens
+        kv_segments = jnp.pad(segments, ((0, 0), (0, sampling.tokens)), constant_values=1)
+        pad = prompt - segments.sum(1, dtype=jnp.int32)
+        ids = par.index(*BATCH_AXES) * rows + jnp.arange(rows)
+        keys = jax.vmap(partial(jax.random.fold_in, key))(ids)
+        shape = (model.layers, rows, total, model.kv // par.size("model"), model.k_dim)
+        zeros = par.varying(jnp.zeros(shape, engine.dtype))
+        forward = partial(
+            engine.transformer.hidden,
+            params,
+            par=par,
+            dtype=engine.dtype,
+            kv_segments=kv_segments,
+        )
+
+        def draw(x: Array, head: Array, index: Array) -> Array:
+            local = capped_logits(x[:, -1], head, model.vocab_size, model.logit_softcap, par)
+            logits = par.concatenate_model(local, axis=1)
+            step_keys = jax.vmap(lambda k: jax.random.fold_in(k, index))(keys)
+            return jax.vmap(partial(sample, sampling=sampling))(step_keys, logits)
+
+        positions = jnp.maximum(jnp.arange(prompt) - pad[:, None], 0)
+        x, head, cache = forward(tokens, positions, segments, caches=Cache(zeros, zeros), start=0)
+        first = draw(x, head, jnp.int32(0))
+
+        def step(carry: tuple[Array, Any], index: Array) -> tuple[tuple[Array, Any], Array]:
+            token, cache = carry
+            at = prompt + index - 1
+            x, head, cache = forward(
+                token[:, None],
+                (at - pad)[:, None],
+                jnp.ones_like(token)[:, None],
+                caches=cache,
+                start=at,
+            )
+            token = draw(x, head, index)
+            return (token, cache), token
+
+        _, rest = jax.lax.scan(step, (first, cache), jnp.arange(1, sampling.tokens))
+        return jnp.concatenate([first[:, None], rest.T], axis=1)
+
+    batch = rules.spec(("batch", None))
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=engine.mesh,
+            in_specs=(param_specs, batch, batch, PartitionSpec()),
+            out_specs=batch,
+        )
+    )
+
+
+def sample(key: Array, logits: Array, sampling: Sampling) -> Array:
+    """One token, int32, from fp32 logits [V]."""
+    if sampling.temperature == 0:
+        return jnp.argmax(logits).astype(jnp.int32)
+    logits = logits / sampling.temperature
+    if sampling.top_k:
+        kth = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[0]))[0][-1]
+        logits = jnp.where(logits < kth, -jnp.inf, logits)
+    if sampling.top_p < 1:
+        ordered = jnp.sort(logits, descending=True)
+        chance = jax.nn.softmax(ordered)
+        # A token stays if those before it have not reached top_p; the likeliest always does.
+        kept = jnp.cumsum(chance) - chance < sampling.top_p
+        logits = jnp.where(logits < jnp.where(kept, ordered, jnp.inf).min(), -jnp.inf, logits)
+    return jax.random.categorical(key, logits).astype(jnp.int32)

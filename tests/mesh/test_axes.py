@@ -1,0 +1,79 @@
+"""Sizes of mesh axes, and what they must divide. No device is touched."""
+
+import dataclasses
+
+import pytest
+
+from shardlm.config import Config, ConfigError, MeshConfig, ModelConfig, TrainConfig
+from shardlm.mesh import AXES, resolve_sizes
+from shardlm.mesh.axes import check_sizes
+
+
+def test_sizes():
+    assert resolve_sizes(MeshConfig(), 8) == dict.fromkeys(AXES, 1) | {"data": 8}
+    assert resolve_sizes(MeshConfig(model=2), 8)["data"] == 4
+    assert resolve_sizes(MeshConfig(replica=-1, data=2, model=2), 8)["replica"] == 2
+    assert resolve_sizes(MeshConfig(data=3, model=2), 8) == dict.fromkeys(AXES, 1) | {
+        "data": 3,
+        "model": 2,
+    }
+    assert tuple(resolve_sizes(MeshConfig(), 1)) == AXES
+
+
+@pytest.mark.parametrize(
+    "sizes, devices, message",
+    [
+        ({"data": 4, "model": 4}, 8, r"asks for 16 devices \(data 4, model 4\) and there are 8"),
+        ({"model": 3}, 8, r"mesh\.data is -1, and 8 devices .* 3: .*\(nearest: 2\)"),
+        ({"model": 16}, 8, r"asks for 16 devices \(model 16\) and there are 8"),
+        ({"model": -1}, 8, r"mesh\.data and mesh\.model are both -1"),
+        ({"model": 0}, 8, r"mesh\.model is 0: it must be at least 1, or -1"),
+        ({"data": -2}, 8, r"mesh\.data is -2"),
+        ({"stage": 2}, 8, r"mesh\.stage is 2: a size above 1 is not supported yet"),
+        ({"expert": 2}, 8, r"mesh\.expert is 2: a size above 1 is not supported yet"),
+        ({"context": 4}, 8, r"mesh\.context is 4: a size above 1 is not supported yet"),
+        ({"context": -1, "data": 8}, 8, r"mesh\.context is -1: a size above 1 is not supported"),
+    ],
+)
+def test_refused_sizes(sizes, devices, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve_sizes(dataclasses.replace(MeshConfig(), **sizes), devices)
+
+
+MODEL = ModelConfig(embed=48, heads=16, kv_heads=8, head_dim=6, mlp=40, vocab=67)
+
+
+@pytest.mark.parametrize(
+    "sizes, train, model, message",
+    [
+        ({"data": 8}, {"batch": 12}, {}, r"batch is 12 and data 8 split it 8 ways: .*\(8 or 16 "),
+        (
+            {"replica": 2, "data": 4},
+            {"batch": 16, "micro_batch": 4},
+            {},
+            r"micro_batch is 4 and replica 2 x data 4 split it 8 ways: .*\(8 would do",
+        ),
+        (
+            {"model": 3},
+            {},
+            {},
+            r"model\.heads is 16 and mesh\.model is 3: 3 does not divide 16 "
+            r"\(model\.heads 15 or 18 would do, or mesh\.model 2\)",
+        ),
+        ({"model": 16}, {}, {}, r"model\.kv_heads is 8 and mesh\.model is 16: .*mesh\.model 8\)"),
+        ({"model": 8}, {}, {"mlp": 42}, r"model\.mlp is 42 and .*\(model\.mlp 40 or 48 would do"),
+        ({"model": 16}, {}, {"kv_heads": 16, "mlp": 48}, r"model\.vocab \(padded\) is 72 and .*16"),
+        ({"data": 5}, {"batch": 5}, {}, r"model\.embed is 48 and mesh\.data is 5: .*45 or 50"),
+    ],
+)
+def test_what_sizes_must_divide(sizes, train, model, message):
+    config = Config(
+        model=dataclasses.replace(MODEL, **model), train=TrainConfig(**{"batch": 16} | train)
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(config, dict.fromkeys(AXES, 1) | sizes)
+
+
+def test_replicated_parameters_need_not_divide():
+    config = Config(model=MODEL, mesh=MeshConfig(shard_params="none"), train=TrainConfig(batch=5))
+    check_sizes(config, dict.fromkeys(AXES, 1) | {"data": 5})

@@ -1,0 +1,130 @@
+"""The loop: its clock, its evaluations and samples, failing saves, losses that are not finite."""
+
+import math
+import re
+import time
+
+import pytest
+
+from shardlm.checkpoint import CheckpointStore, SaveError
+from shardlm.observe import MetricsWriter, read_metrics
+from shardlm.train import loop
+
+
+def test_seconds_add_up_to_the_wall_clock(runs, tmp_path, monkeypatch):
+    """Updates and evaluations each have their time; between the first line and the last there is
+    none that belongs to no line."""
+    written = []
+    write = MetricsWriter.write
+
+    def timed(self, record):
+        written.append((time.perf_counter(), record["seconds"]))
+        write(self, record)
+
+    monkeypatch.setattr(MetricsWriter, "write", timed)
+    flags = "--train.steps 60 --eval.every_steps 20 --checkpoint.every_steps 25"
+    assert runs.train(tmp_path, flags) == 0
+    assert len(written) == 63
+    wall = written[-1][0] - written[0][0]
+    assert sum(seconds for _, seconds in written[1:]) == pytest.approx(wall, rel=0.05)
+
+
+def test_first_update_is_counted_from_the_start_of_the_process(runs, tmp_path):
+    began = time.time()
+    output, _ = runs.process(
+        tmp_path, "--train.steps 1", "import time; time.sleep(3)"
+    ).communicate()
+    said = float(re.search(r"first update ([\d.]+) s after start", output)[1])
+    assert 3 < said < time.time() - began
+
+
+def test_without_validation_nothing_is_evaluated(runs, tmp_path, capsys):
+    assert runs.train(tmp_path, "--data.validation 0 --eval.every_steps 2") == 0
+    assert "nothing is evaluated, since data.validation is 0" in capsys.readouterr().out
+    assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_batches_of_an_evaluation_fit_any_mesh(runs, finished, tmp_path):
+    """7 rows in batches of 5, which 2 devices do not divide: the loss of one batch."""
+    run = finished(tmp_path / "run")
+    expected = runs.figures(run)[-1]["eval_loss"]
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
+    assert runs.train(run, "--eval.batch 5") == 0
+    assert runs.figures(run)[-1]["step"] == 6
+    assert runs.figures(run)[-1]["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_sample_fits_into_learned_positions(runs, tmp_path, capsys):
+    """Of 200 tokens asked for, 11 positions leave room for 9 after the prompt."""
+    flags = "--model.positions learned --eval.sample_tokens 200 --eval.prompt at --train.steps 2"
+    assert runs.train(tmp_path, flags) == 0
+    sample = re.search(r"sample after 'at':\n(.*?)\n\n", capsys.readouterr().out, re.DOTALL)[1]
+    assert len(sample) == 9
+
+
+def test_a_failed_save_is_said_and_the_next_one_works(runs, tmp_path, monkeypatch, capsys):
+    wait, failures = CheckpointStore.wait, ["disk is full"]
+
+    def failing(self):
+        if self._saving == 2 and failures:
+            wait(self)
+            raise SaveError(failures.pop())
+        wait(self)
+
+    monkeypatch.setattr(CheckpointStore, "wait", failing)
+    assert runs.train(tmp_path, "--checkpoint.every_steps 2") == 0
+    assert "disk is full; saving update 4 now" in capsys.readouterr().out
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [4, 6]
+
+
+def test_a_last_save_that_fails_is_a_failure(runs, tmp_path, monkeypatch, capsys):
+    def failing(self, step, *args, **kwargs):
+        raise SaveError(f"checkpoint {step} was not saved: disk is full")
+
+    monkeypatch.setattr(CheckpointStore, "save", failing)
+    assert runs.train(tmp_path) == 1
+    assert capsys.readouterr().err == (
+        "error: checkpoint 6 was not saved: disk is full. The run can go on from checkpoint None\n"
+    )
+
+
+def test_a_rate_that_destroys_the_model_ends_the_run(runs, tmp_path, capsys):
+    """Update 1 is finite and ruins the weights; 2 to 4 are skipped. None is saved as good."""
+    flags = (
+        "--optim.learning_rate 1e30 --optim.warmup_steps 0 --optim.max_skipped 3 "
+        "--checkpoint.every_steps 2 --data.validation 0"
+    )
+    assert runs.train(tmp_path, flags) == 1
+    error = capsys.readouterr().err
+    assert "the gradients of the last 3 updates, up to 4, are not finite" in error
+    assert "lower optim.learning_rate (1e+30)" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "checkpoints").exists()
+    assert [r["skipped"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1, 1, 1]
+
+    # The run is over before as many are skipped, and is a failure all the same, each time.
+    for _ in range(2):
+        assert runs.train(tmp_path, f"{flags} --train.steps 3") == 1
+        assert "the gradients of the last 2 updates, up to 3" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_validation_loss_that_is_not_finite_is_a_failure(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "make_evaluate", lambda *_: lambda params, stopped: math.inf)
+    assert runs.train(tmp_path, "--eval.every_steps 3 --checkpoint.every_steps 4") == 1
+    assert "the validation loss after update 6 is inf: lower" in capsys.readouterr().err
+    evaluations = [r for r in read_metrics(tmp_path / "metrics.jsonl") if "eval_loss" in r]
+    assert [(r["step"], r["eval_loss"]) for r in evaluations] == [(3, None), (6, None)]
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [4]
+
+
+def test_a_model_that_is_not_finite_at_step_1_ends_the_run(runs, tmp_path, capsys):
+    flags = "--model.init_std 3e38 --optim.max_skipped 2"
+    assert runs.train(tmp_path, flags) == 1
+    error = capsys.readouterr().err
+    assert "the gradients of the last 2 updates, up to 2, are not finite" in error
+    assert "not even the first was: lower model.init_std (3e+38)" in error
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [r["learning_rate"] for r in records] == [pytest.approx(0.005)] * 2
+    assert not (tmp_path / "checkpoints").exists()
