@@ -330,7 +330,7 @@ def validate(config: Config) -> None:
     if optim.decay_steps is not None and optim.decay_steps > steps - optim.warmup_steps:
         raise ConfigError(
             f"optim.decay_steps is {optim.decay_steps}: after optim.warmup_steps "
-            f"{optim.warmup_steps} only {steps - optim.warmup_steps} of train.steps {steps} are left"
+            f"{optim.warmup_steps} train.steps {steps} leaves {steps - optim.warmup_steps}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The files of configs/: each loads, says how to run it, and the published models are themselves."""
+"""The files of configs/: each loads and says how to run it; published models have their size."""
 
 import math
 from pathlib import Path

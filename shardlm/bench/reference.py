@@ -7,7 +7,7 @@ best of all of them can be taken.
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -96,7 +96,7 @@ def init(shape: Shape, key: Array) -> Any:
     }
 
 
-def make_step(shape: Shape, form: Form) -> tuple[Callable[..., Any], Any]:
+def make_step(shape: Shape, form: Form) -> tuple[jax.stages.Wrapped, Any]:
     """A jitted `step(state, tokens, targets) -> (state, loss)` that donates its state, and the
     first state."""
     optimizer = optax.adamw(1e-3, b2=0.95, weight_decay=0.1)

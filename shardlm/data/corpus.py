@@ -46,9 +46,9 @@ class Corpus:
     def fingerprint(self) -> str:
         """Hexadecimal digest of ids and boundaries, the same for any dtype of the ids."""
         digest = hashlib.blake2b(digest_size=16)
-        digest.update(np.ascontiguousarray(self.starts, "<i8"))
+        digest.update(np.ascontiguousarray(self.starts, "<i8").data)
         for at in range(0, len(self.tokens), 1 << 22):
-            digest.update(np.ascontiguousarray(self.tokens[at : at + (1 << 22)], "<u4"))
+            digest.update(np.ascontiguousarray(self.tokens[at : at + (1 << 22)], "<u4").data)
         return digest.hexdigest()
 
 

@@ -207,10 +207,21 @@ def _gather_weight_bwd(dim: int, dtype: jnp.dtype, _: None, g: Array) -> tuple[A
 _gather_weight.defvjp(_gather_weight_fwd, _gather_weight_bwd)
 
 
+_VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
+
+
 def regather(prim: Any, *_: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: keep everything for the backward pass but gathered weights,
-    which would be the whole model on every device."""
-    return not (prim.name == "all_gather" and "data" in _names(params.get("axis_name", ())))
+    which would be the whole model on every device, and other views of them, which cost nothing."""
+    return prim.name not in _VIEWS and not _gathers(prim, params)
+
+
+def _gathers(prim: Any, params: Any) -> bool:
+    """Whether this is an all-gather over `data`, or a call of a function that does one."""
+    if prim.name == "all_gather":
+        return "data" in _names(params["axis_name"])
+    called = params.get("call_jaxpr")
+    return called is not None and any(_gathers(e.primitive, e.params) for e in called.eqns)
 
 
 def _names(axis_name: Any) -> tuple[str, ...]:

@@ -258,7 +258,8 @@ class _Program:
             return _lists(pairs[1])
         devices = math.prod(n for _, n in self.mesh)
         if named := re.search(
-            r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(([^)]*(?:\([\d,]*\))?)\))? \{([^}]*)\}",
+            r"replica_groups=mesh\[([^\]]*)\]"
+            r"(?:, device_ids=\(([^)]*(?:\([\d,]*\))?)\))? \{([^}]*)\}",
             rest,
         ):
             return _named_groups(named[1], named[2], named[3])
@@ -299,7 +300,7 @@ def _named_groups(axes: str, device_ids: str | None, names: str) -> list[list[in
     if device_ids:
         listed = re.fullmatch(r"[\d, ]+", device_ids)
         ids = np.array(list(map(int, device_ids.split(",")))) if listed else _iota(device_ids)
-    parts = {name: (1, 1) for name in shape}
+    parts = dict.fromkeys(shape, (1, 1))
     for name, before, n in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", names):
         parts[name] = (int(before), int(n)) if n else (1, shape[name])
     split = [(b, n, shape[name] // (b * n)) for name, (b, n) in parts.items()]

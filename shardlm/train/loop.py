@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -35,10 +34,10 @@ from shardlm.train.evaluate import make_evaluate
 from shardlm.train.prompts import room_after
 from shardlm.train.report import PICTURE_FILE, describe, how_to_go_on
 from shardlm.train.resume import find_position, has_evaluation, write_config
-from shardlm.train.setup import build_engine, build_mesh, resolve_vocab
+from shardlm.train.setup import build_engine, build_mesh, new_state, resolve_vocab
 from shardlm.train.signals import StopRequest
 from shardlm.train.start import Start
-from shardlm.train.state import State, init_state, shardings
+from shardlm.train.state import State
 from shardlm.train.step import Engine, batch_sharding, make_train_step
 
 
@@ -132,16 +131,12 @@ class _Run:
     def _state(self, first: int) -> State:
         if first:
             return self.store.restore(first, self.engine.abstract)
-        begin = partial(
-            init_state, self.engine.transformer, self.engine.optimizer, self.config.run.seed
-        )
-        return jax.jit(begin, out_shardings=shardings(self.engine.abstract))()
+        return new_state(self.engine)
 
     def _compile(self) -> Any:
         """The update, compiled."""
         batch = jax.eval_shape(lambda: dict(self.data.train.batch_at(0)))
-        step: Any = make_train_step(self.engine)
-        return step.lower(self.engine.abstract, batch).compile()
+        return make_train_step(self.engine).lower(self.engine.abstract, batch).compile()
 
     def _wait(self, *futures: Future[Any]) -> list[Any] | None:
         """Results of work in threads, or None as soon as the run is to stop."""

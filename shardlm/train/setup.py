@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -93,12 +94,12 @@ def new_state(engine: Engine) -> State:
     )
     # On CPU optimizing the code of random numbers takes far longer than running it once.
     on_cpu = engine.mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
     state: State = make.lower().compile(options)()
     return state
 
 
-def compute_dtype(config: Config, platform: str) -> str:
+def compute_dtype(config: Config, platform: str) -> Literal["float32", "bfloat16"]:
     """`model.dtype`, with auto resolved."""
     if config.model.dtype != "auto":
         return config.model.dtype

@@ -158,8 +158,8 @@ def weight_dtype(dtype: jnp.dtype, path: Any) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if path[-1].key == "scale" else dtype
 
 
-def make_train_step(engine: Engine) -> Callable[[State, Batch], tuple[State, dict[str, Array]]]:
-    """The update, jitted, with the state donated.
+def make_train_step(engine: Engine) -> jax.stages.Wrapped:
+    """The update: a jitted function of (state, batch), with the state donated, to (state, metrics).
 
     Metrics are scalars: `loss` (nats a token, mean over the batch's targets), `grad_norm` (before
     clipping), `tokens` (with a target, int32), `skipped` (updates skipped so far, int32) and
@@ -191,8 +191,8 @@ def make_train_step(engine: Engine) -> Callable[[State, Batch], tuple[State, dic
     )
 
 
-def make_eval_step(engine: Engine) -> Callable[[Params, Batch], tuple[Array, Array]]:
-    """Sum of the negative log likelihoods and count of tokens of a batch, jitted."""
+def make_eval_step(engine: Engine) -> jax.stages.Wrapped:
+    """A jitted function of (params, batch): sum of the negative log likelihoods, and tokens."""
     par = Parallel(engine.rules, gather_weights=engine.config.mesh.shard_params != "none")
 
     def local(params: Params, batch: Batch) -> tuple[Array, Array]:

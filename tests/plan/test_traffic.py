@@ -109,7 +109,7 @@ def test_bytes_are_the_least_possible(case):
 def test_nothing_else_is_sent(case):
     """Beside the budget there are sums of counts, losses and squares, and over `model` the
     statistics of the loss (3 numbers a token) and the gradients of norm scales."""
-    sent, mesh, _ = counted(config_of(case))
+    sent, _, _ = counted(config_of(case))
     weights = {"all-reduce"} if case.shard_params == "none" else {"all-gather", "reduce-scatter"}
     budget = {"replica": {"all-reduce"}, "data": weights, "model": {"all-gather", "reduce-scatter"}}
     beside = [c for c in sent if any(c.kind not in budget[axis] for axis in c.axes)]
@@ -143,7 +143,7 @@ def test_gathered_weights_are_not_kept(case):
     """Each layer's weights are gathered for the forward and again for the backward pass: kept in
     between, they would be the whole model on every device."""
     config = config_of(case)
-    sent, mesh, listing = counted(config)
+    sent, _, listing = counted(config)
     leaves = Transformer(config.model, LENGTH).abstract()["layers"]
     size = 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(leaves)) / case.model
     twice = 2 * case.micro_batches * size * (case.data - 1) / case.data
@@ -207,7 +207,8 @@ def test_axes_of_groups(groups, axes):
         ),
         ("%x = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{1,0}}", "model", 32),
         (
-            "%x = (f32[2]{0}, f32[8]{0}) all-gather-start(%p), replica_groups={{0,2,4,6},{1,3,5,7}}",
+            "%x = (f32[2]{0}, f32[8]{0}) all-gather-start(%p), "
+            "replica_groups={{0,2,4,6},{1,3,5,7}}",
             "data",
             24,
         ),

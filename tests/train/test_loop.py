@@ -32,7 +32,7 @@ def test_seconds_add_up_to_the_wall_clock(runs, tmp_path, monkeypatch):
 def test_first_update_is_counted_from_the_start_of_the_process(runs, tmp_path):
     began = time.time()
     output, _ = runs.process(
-        tmp_path, "--train.steps 1", "import time; time.sleep(3)"
+        tmp_path, "--train.steps 2", "import time; time.sleep(3)"
     ).communicate()
     said = float(re.search(r"first update ([\d.]+) s after start", output)[1])
     assert 3 < said < time.time() - began

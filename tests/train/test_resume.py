@@ -112,7 +112,7 @@ def test_a_changed_schedule_is_said(first, steps, said, tmp_path):
     now = Config(optim=optim, train=TrainConfig(steps=steps))
     (tmp_path / "text.txt").write_text("ab" * 100)
     data = load_data(
-        Config(data=DataConfig(sources=(str(tmp_path / "text.txt"),), validation=0, length=4))
+        Config(data=DataConfig(sources=(str(tmp_path / "text.txt"),), validation=0.0, length=4))
     )
     lines = []
     start = Start(now, RunDirectory(tmp_path), before, data)

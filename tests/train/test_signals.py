@@ -68,9 +68,11 @@ def test_while_evaluating(step, flags, runs, finished, tmp_path, monkeypatch):
     def sending(self, batch):
         calls.append(batch)
         for rows in batches(self, batch):
-            yield rows
             if len(calls) == step // 3:
                 os.kill(os.getpid(), signal.SIGTERM)
+                # The main thread sees it within a tenth of a second.
+                time.sleep(1)
+            yield rows
 
     with monkeypatch.context() as patch:
         patch.setattr(ValidationLoader, "batches", sending)

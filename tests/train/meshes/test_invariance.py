@@ -99,10 +99,10 @@ def test_clipped_gradients(lab):
     "mesh", [(1, 4, 2), *[pytest.param(m, marks=pytest.mark.slow) for m in [(2, 2, 2), (1, 1, 8)]]]
 )
 def test_bfloat16(mesh, lab):
-    """One rounding to bf16 is off by up to u = 2^-8. Meshes round other partial sums, about 25 times
-    between a weight and its gradient (3 layers of 4 matrices, forward and backward), which add up
-    like random numbers: sqrt(25) · u = 5u for a gradient, and for the way that they lead. The loss
-    is a mean over about 90 tokens of one such error each: u."""
+    """One rounding to bf16 is off by up to u = 2^-8. Meshes round other partial sums, about 25
+    times between a weight and its gradient (3 layers of 4 matrices, forward and backward), which
+    add up like random numbers: sqrt(25) · u = 5u for a gradient, and for the way that they lead.
+    The loss is a mean over about 90 tokens of one such error each: u."""
     u = 2.0**-8
     layout = lab.Layout(*mesh)
     one, run = lab.run(dtype="bfloat16"), lab.run(layout, dtype="bfloat16")
