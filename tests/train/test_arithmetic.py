@@ -1,0 +1,28 @@
+"""The counts that a run states at its start."""
+
+from shardlm.config import Config, TrainConfig
+from shardlm.mesh.axes import AXES
+from shardlm.train.arithmetic import Arithmetic
+
+
+def arithmetic(batch, micro_batch, examples, steps=1, **sizes):
+    config = Config(train=TrainConfig(batch=batch, micro_batch=micro_batch, steps=steps))
+    return Arithmetic.of(config, dict.fromkeys(AXES, 1) | sizes, examples)
+
+
+def test_1024_examples_on_4_devices():
+    """256 rows a device on 4 devices: 4 device batches, one update, one epoch."""
+    a = arithmetic(1024, None, 1024, data=4)
+    assert (a.rows_a_device, a.device_batches, a.micro_batches) == (256, 4, 1)
+    assert (a.updates_an_epoch, a.epochs) == (1, 1)
+    assert str(a) == (
+        "1,024 examples an epoch, 1 updates of 1,024 rows: 1 epochs of 1 updates\n"
+        "an update: 1 micro-batch of 4 devices x 256 rows = 4 device batches"
+    )
+
+
+def test_micro_batches_replicas_and_part_of_an_epoch():
+    a = arithmetic(48, 12, 100, steps=5, replica=2, data=3, model=4)
+    assert (a.rows_a_device, a.micro_batches, a.device_batches) == (2, 4, 24)
+    assert a.epochs == 2.4
+    assert a.updates_an_epoch == 100 / 48
