@@ -252,5 +252,5 @@ def test_constraints_pin_every_direct_dependency(path: Path) -> None:
 def test_scripts_leave_the_registry_to_pip() -> None:
     for path in [*SCRIPTS, ROOT / "Makefile", ROOT / ".ci" / "run"]:
         text = path.read_text()
-        for word in ("://", "pypi", "index-url", "find-links", "trusted-host"):
+        for word in ("://", "index-url", "find-links", "trusted-host"):
             assert word not in text, f"{path.name} names a registry: {word}"

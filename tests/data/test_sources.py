@@ -142,7 +142,6 @@ def test_an_error_of_the_system_names_the_file(tmp_path):
             read_documents([str(tmp_path / name)])
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a named pipe")
 def test_a_pipe_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     for source in (tmp_path, tmp_path / "pipe.txt", tmp_path / "*.txt"):
