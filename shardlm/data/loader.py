@@ -95,7 +95,8 @@ class Loader:
     def iterate(self, start_step: int = 0, rows: slice = ALL_ROWS) -> Iterator[Batch]:
         """The batches of the updates from `start_step` on, without end, prepared ahead in a
         thread. Closing the generator (or dropping it) ends the thread."""
-        # The import takes up to two seconds, which only those who train should pay.
+        # Imported only for those who train, and not when the first batch is drawn in a thread:
+        # importing it changes `__import__` for a while, for every thread (etils.epy.lazy_imports).
         import grain  # type: ignore[import-untyped]
 
         batches = iter(
@@ -103,10 +104,14 @@ class Loader:
             .map(lambda step: self.batch_at(step, rows))
             .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch))
         )
-        try:
-            yield from batches
-        finally:
-            batches.close()
+
+        def iterate() -> Iterator[Batch]:
+            try:
+                yield from batches
+            finally:
+                batches.close()
+
+        return iterate()
 
     def _draw(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Epoch, row within the epoch and phase of the rows of update `step`, int64 each."""

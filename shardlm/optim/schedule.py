@@ -30,22 +30,26 @@ def make_schedule(optim: OptimConfig, steps: int, peak: float) -> optax.Schedule
     warmup = optim.warmup_steps
     left = max(steps - warmup, 1)
     floor = peak * optim.final_fraction
+    decay = optim.decay_steps or left
+    end = warmup + decay
     body: optax.Schedule
     if optim.schedule == "constant":
         body, floor = optax.constant_schedule(peak), peak
     elif optim.schedule == "cosine":
-        body = optax.cosine_decay_schedule(peak, optim.decay_steps or left, optim.final_fraction)
+        body = optax.cosine_decay_schedule(peak, decay, optim.final_fraction)
     elif optim.schedule == "linear":
-        body = optax.linear_schedule(peak, floor, optim.decay_steps or left)
+        body = optax.linear_schedule(peak, floor, decay)
     else:
         decay = optim.decay_steps or min(max(steps // 5, 1), left)
         body = optax.linear_schedule(peak, floor, decay, transition_begin=left - decay)
+        end = warmup + left
     rise = optax.linear_schedule(0.0, peak, max(warmup, 1))
 
     def schedule(n: jax.typing.ArrayLike) -> jax.Array:
         n = jnp.asarray(n)
-        # The clip takes off the last bit by which a rounded decay can leave its bounds.
-        after = jnp.clip(body(n - warmup), floor, peak)
+        # The clip takes off the last bit by which a rounded decay can leave its bounds; compiled,
+        # it can also end above the floor.
+        after = jnp.where(n < end, jnp.clip(body(n - warmup), floor, peak), floor)
         return jnp.asarray(jnp.where(n < warmup, rise(n), after), jnp.float32)
 
     return schedule

@@ -12,7 +12,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 
 from shardlm.checkpoint import CheckpointStore, SaveError, SavePolicy
 from shardlm.model.flops import flops_per_token
@@ -25,7 +24,6 @@ from shardlm.observe import (
     plot_loss,
     update_record,
 )
-from shardlm.optim import learning_rate
 from shardlm.options import Sampling
 from shardlm.train.commands import Commands
 from shardlm.train.decode import generate
@@ -87,9 +85,6 @@ class _Run:
         self.start, self.data, self.store = start, start.data, store
         self.commands, self.stop, self.started = commands, stop, started
         self.console = Console(self.config.train.steps, self.config.run.log_every_steps)
-        updates = np.arange(1, self.config.train.steps + 1)
-        self.rates = np.asarray(learning_rate(self.config)(updates))
-        """Learning rate of each update. Asked between updates, the device would put it off."""
         self.per_token = flops_per_token(self.config.model, self.config.data.length)
         validation = self.data.validation
         self.evaluate = make_evaluate(engine, validation) if validation else None
@@ -194,8 +189,7 @@ class _Run:
             step=fetched.step,
             loss=values["loss"],
             grad_norm=values["grad_norm"],
-            # The schedule counts the updates that are made.
-            learning_rate=self.rates[fetched.step - values["skipped"] + skipped - 1],
+            learning_rate=values["learning_rate"],
             tokens=self.tokens,
             seconds=fetched.seconds,
             tokens_per_second=per_second,

@@ -23,7 +23,7 @@ from shardlm.mesh import AxisRules
 from shardlm.mesh.axes import BATCH_AXES
 from shardlm.model.loss import LossRules, next_token_loss
 from shardlm.model.transformer import Params, Transformer
-from shardlm.optim import Guarded, accumulate, global_norm
+from shardlm.optim import Guarded, accumulate, global_norm, learning_rate
 from shardlm.parallel.collectives import Parallel
 from shardlm.train.state import DROPOUT, State, shardings, specs
 
@@ -163,9 +163,11 @@ def make_train_step(engine: Engine) -> jax.stages.Wrapped:
 
     Metrics are scalars: `loss` (nats a token, mean over the batch's targets), `grad_norm` (before
     clipping), `tokens` (with a target, int32), `skipped` (updates skipped so far, int32) and
-    `consecutive` (of them, since the last good one).
+    `consecutive` (of them, since the last good one), and `learning_rate` (of this update; of the
+    next one that is made if this one is skipped).
     """
     gradients = make_gradients(engine)
+    schedule = learning_rate(engine.config)
 
     def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
         grads, nll, tokens = gradients(state["params"], batch, state["step"])
@@ -179,6 +181,7 @@ def make_train_step(engine: Engine) -> jax.stages.Wrapped:
             "tokens": tokens,
             "skipped": opt.skipped,
             "consecutive": opt.consecutive,
+            "learning_rate": schedule(state["step"] + 1 - state["opt"].skipped),
         }
         return State(params=params, opt=opt, step=state["step"] + 1), metrics
 

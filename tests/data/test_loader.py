@@ -1,5 +1,7 @@
 """The order of the rows: a function of seed and step, each row once an epoch."""
 
+import subprocess
+import sys
 import threading
 import time
 from itertools import islice, pairwise
@@ -45,6 +47,23 @@ def test_rows_of_two_and_a_half_epochs_however_often_resumed():
         rows = flat[epoch * per_epoch : (epoch + 1) * per_epoch]
         assert sorted(rows) == list(range(epoch * per_epoch, (epoch + 1) * per_epoch))
     assert len(set(flat)) == len(flat)
+
+
+def test_grain_is_imported_before_the_first_batch_is_drawn():
+    """Its import replaces `__import__` for a while, for all threads: if it came with the first
+    batch, in a thread, then jax, which imports while it traces, failed now and then."""
+    code = """
+import sys
+from shardlm.data import Corpus, Loader
+loader = Loader(Corpus.of([range(100)], 100), seed=0, batch=2, length=8)
+assert "grain" not in sys.modules
+batches = loader.iterate()
+assert "grain" in sys.modules
+before = set(sys.modules)
+next(batches)
+assert not [name for name in set(sys.modules) - before if name.startswith("grain")]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_steps_can_be_asked_in_any_order():

@@ -31,7 +31,10 @@ def test_fault_5_values(name):
 def test_bounds_and_ends(name, peak, fraction, steps, warmup):
     config = optim(schedule=name, warmup_steps=warmup, final_fraction=fraction)
     rate = make_schedule(config, steps, peak)
-    values = np.asarray(jax.vmap(rate)(np.arange(1, steps + 20)))
+    updates = np.arange(1, steps + 20)
+    values = np.asarray(jax.vmap(rate)(updates))
+    compiled = np.asarray(jax.jit(jax.vmap(rate))(updates))
+    assert compiled[steps - 1] == values[steps - 1]
     floor = np.float32(peak if name == "constant" else peak * fraction)
     assert values.dtype == np.float32
     assert values.max() <= np.float32(peak)
