@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 import jsonargparse
 import yaml
 
-from shardlm.config import Config, ConfigError, flatten, validate
+from shardlm.config import Config, ConfigError, flatten
 from shardlm.keys import Kind, Loader, kinds, plain, sections
+from shardlm.validation import validate
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def parse_config(
       description: first line of the help.
 
     Returns:
-      The configuration, checked by `shardlm.config.validate`.
+      The configuration, checked by `shardlm.validation.validate`.
 
     Raises:
       SystemExit: status 2 after one message on standard error, for any mistake.
@@ -142,7 +143,7 @@ def from_yaml(text: str, name: str = "configuration") -> Config:
 
     Raises:
       ConfigError: bad YAML, an unknown or repeated key, a value of the wrong type; with the line.
-        The values are not checked against each other (`shardlm.config.validate`).
+        The values are not checked against each other (`shardlm.validation.validate`).
     """
     return _build(_read(text, name))
 

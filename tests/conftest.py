@@ -1,6 +1,8 @@
 """Shared set-up of the tests: eight simulated CPU devices, checked array shapes, real text."""
 
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,19 @@ def tinyshakespeare() -> Path:
     if not path.is_file():
         pytest.skip(f"needs the tiny Shakespeare text as {path}")
     return path
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A directory of a user whom the system can refuse something: not root, even if root tests."""
+    nobody = 65534
+    with tempfile.TemporaryDirectory() as path:
+        if os.geteuid():
+            yield Path(path)
+            return
+        os.chown(path, nobody, nobody)
+        os.seteuid(nobody)
+        try:
+            yield Path(path)
+        finally:
+            os.seteuid(0)

@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1] / "shardlm"
 
 ORDER = [
     {"config"},
-    {"keys", "options"},
+    {"keys", "options", "validation"},
     {"arguments"},
     {"mesh"},
     {"parallel"},

@@ -8,13 +8,14 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from shardlm.arguments import from_yaml
-from shardlm.config import Config, validate
+from shardlm.config import Config
 from shardlm.mesh import AxisRules
 from shardlm.mesh.axes import AXES, check_sizes
 from shardlm.mesh.shardings import bytes_per_device
 from shardlm.model.transformer import Transformer
 from shardlm.optim import make_optimizer
 from shardlm.train.state import abstract_state
+from shardlm.validation import validate
 
 FILES = sorted((Path(__file__).parents[1] / "configs").glob("*.yaml"))
 

@@ -3,14 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from shardlm.config import (
-    Config,
-    ConfigError,
-    MeshConfig,
-    ModelConfig,
-    nearest_divisible,
-    nearest_divisor,
-)
+from shardlm.config import Config, ConfigError, MeshConfig, ModelConfig
+from shardlm.validation import nearest_divisible, nearest_divisor
 
 AXES = ("replica", "stage", "data", "expert", "context", "model")
 """Names of the mesh axes, slowest link first."""

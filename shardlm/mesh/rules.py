@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
-from shardlm.config import ConfigError, ModelConfig, nearest_divisible, nearest_divisor
+from shardlm.config import ConfigError, ModelConfig
 from shardlm.mesh.axes import BATCH_AXES
+from shardlm.validation import nearest_divisible, nearest_divisor
 
 DIMS: Mapping[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,

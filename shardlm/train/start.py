@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from shardlm.config import Config, validate
+from shardlm.config import Config
 from shardlm.data import Data, load_data
 from shardlm.observe import RunDirectory
 from shardlm.train.prompts import encode_prompts
+from shardlm.validation import validate
 
 
 @dataclass(frozen=True)

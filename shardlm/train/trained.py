@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from shardlm.arguments import override
 from shardlm.checkpoint import CheckpointError, CheckpointStore
-from shardlm.config import Config, ConfigError, validate
+from shardlm.config import Config, ConfigError
 from shardlm.data import Tokenizer, from_json
 from shardlm.mesh import make_mesh, simulate_devices
 from shardlm.mesh.axes import BATCH_AXES, check_axes, check_sizes
@@ -15,6 +15,7 @@ from shardlm.model.transformer import Params
 from shardlm.observe import RunDirectory
 from shardlm.train.setup import build_engine
 from shardlm.train.step import Engine
+from shardlm.validation import validate
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -92,10 +92,9 @@ def test_a_directory_that_cannot_be_written_to(tmp_path, monkeypatch):
         RunDirectory.open(tmp_path)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_directory(tmp_path):
-    tmp_path.chmod(0o555)
-    for path in (tmp_path, tmp_path / "a"):
+def test_a_read_only_directory(unprivileged):
+    unprivileged.chmod(0o555)
+    for path in (unprivileged, unprivileged / "a"):
         with pytest.raises(RunDirectoryError, match="Permission denied"):
             RunDirectory.open(path)
 

@@ -1,0 +1,155 @@
+"""Checks of a configuration that need neither devices nor data, nor jax.
+
+What depends on the sizes of the mesh is checked in `shardlm.mesh.axes`.
+"""
+
+import dataclasses
+import math
+import typing
+from typing import Any, Literal
+
+from shardlm.config import Config, ConfigError, ModelConfig, flatten
+
+
+def validate(config: Config) -> None:
+    """Refuse values that cannot be, alone or beside each other.
+
+    Raises:
+      ConfigError: names the key, its value, the requirement and what would do.
+    """
+    _check_choices(config, "")
+    flat = flatten(config)
+    for key, least in _LEAST.items():
+        value = flat[key]
+        if value is not None and not (math.isfinite(value) and value >= least):
+            raise ConfigError(f"{key} is {value}: it must be at least {least}")
+    for key in ("model.dropout", "data.validation", "optim.b1", "optim.b2"):
+        if not 0 <= flat[key] < 1:
+            raise ConfigError(f"{key} is {flat[key]}: it must be at least 0 and below 1")
+    if not 0 <= config.optim.final_fraction <= 1:
+        raise ConfigError(
+            f"optim.final_fraction is {config.optim.final_fraction}: it must be from 0 to 1"
+        )
+    _validate_model(config.model)
+    _validate_batch(config)
+    if not config.run.dir:
+        raise ConfigError("run.dir is empty: name a directory for the run")
+    if not config.data.sources:
+        raise ConfigError("data.sources is empty: name at least one file, directory or glob")
+    optim, steps = config.optim, config.train.steps
+    if optim.warmup_steps > steps:
+        raise ConfigError(
+            f"optim.warmup_steps is {optim.warmup_steps}, more than train.steps {steps}"
+        )
+    if optim.decay_steps is not None and optim.decay_steps > steps - optim.warmup_steps:
+        raise ConfigError(
+            f"optim.decay_steps is {optim.decay_steps}: after optim.warmup_steps "
+            f"{optim.warmup_steps} train.steps {steps} leaves {steps - optim.warmup_steps}"
+        )
+
+
+_LEAST: dict[str, float] = {
+    "run.seed": 0,
+    "run.simulate_devices": 0,
+    "run.log_every_steps": 1,
+    "model.layers": 1,
+    "model.embed": 1,
+    "model.heads": 1,
+    "model.kv_heads": 1,
+    "model.head_dim": 1,
+    "model.mlp": 1,
+    "model.vocab": 2,
+    "model.norm_eps": 0,
+    "model.rope.theta": 1,
+    "model.rope.factor": 1,
+    "model.rope.original_length": 1,
+    "model.logit_softcap": 0,
+    "model.attention_softcap": 0,
+    "model.attention_block": 1,
+    "model.scan_unroll": 0,
+    "model.init_std": 0,
+    "data.length": 2,
+    "data.prefetch": 1,
+    "train.batch": 1,
+    "train.micro_batch": 1,
+    "train.steps": 1,
+    "train.loss_chunk": 0,
+    "train.z_loss": 0,
+    "optim.learning_rate": 0,
+    "optim.matrix_learning_rate": 0,
+    "optim.warmup_steps": 0,
+    "optim.decay_steps": 1,
+    "optim.weight_decay": 0,
+    "optim.clip_norm": 0,
+    "optim.eps": 0,
+    "optim.max_skipped": 1,
+    "checkpoint.every_steps": 0,
+    "checkpoint.every_minutes": 0,
+    "checkpoint.keep": 1,
+    "checkpoint.keep_every": 0,
+    "eval.every_steps": 0,
+    "eval.batch": 1,
+    "eval.sample_tokens": 0,
+}
+
+
+def _check_choices(section: Any, prefix: str) -> None:
+    """Values of `Literal` fields, for configurations that were made in Python."""
+    hints = typing.get_type_hints(type(section))
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            _check_choices(value, f"{prefix}{f.name}.")
+        elif typing.get_origin(hints[f.name]) is Literal:
+            choices = typing.get_args(hints[f.name])
+            if value not in choices:
+                raise ConfigError(
+                    f"{prefix}{f.name} is {value!r}: it must be one of {', '.join(choices)}"
+                )
+
+
+def _validate_model(model: ModelConfig) -> None:
+    if model.head_dim is None and model.embed % model.heads:
+        raise ConfigError(
+            f"model.embed is {model.embed} and model.heads {model.heads}: heads must divide embed "
+            f"({nearest_divisible(model.embed, model.heads)} would do), or set model.head_dim"
+        )
+    if model.heads % model.kv:
+        divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
+        raise ConfigError(
+            f"model.kv_heads is {model.kv} and model.heads {model.heads}: kv_heads must divide "
+            f"heads (one of {', '.join(map(str, divisors))})"
+        )
+    if model.positions == "rotary" and model.k_dim % 2:
+        raise ConfigError(f"model.head_dim is {model.k_dim}: rotary positions need an even number")
+    if not model.windows or min(model.windows) < 0:
+        raise ConfigError(
+            f"model.windows is {list(model.windows)}: it must name at least one window, in tokens, "
+            "with 0 for no limit"
+        )
+    if model.rope.high <= model.rope.low and model.rope.scaling in ("llama3", "yarn"):
+        raise ConfigError(
+            f"model.rope.high is {model.rope.high} and model.rope.low {model.rope.low}: "
+            "high must be larger"
+        )
+
+
+def _validate_batch(config: Config) -> None:
+    batch, micro = config.train.batch, config.micro_batch
+    if batch % micro:
+        raise ConfigError(
+            f"train.batch is {batch} and train.micro_batch {micro}: micro_batch must divide batch "
+            f"(batch {nearest_divisible(batch, micro)} would do, or micro_batch "
+            f"{nearest_divisor(batch, micro)})"
+        )
+
+
+def nearest_divisible(value: int, divisor: int) -> str:
+    """The multiples of `divisor` next to `value`, for messages: "12 or 16"."""
+    below = value // divisor * divisor
+    return f"{below} or {below + divisor}" if below else f"{divisor}"
+
+
+def nearest_divisor(value: int, near: int) -> int:
+    """The divisor of `value` closest to `near`."""
+    return min((n for n in range(1, value + 1) if value % n == 0), key=lambda n: abs(n - near))
