@@ -62,6 +62,11 @@ def choose_implementation(model: ModelConfig, platform: str) -> str:
                 f"model.attention is cudnn and the devices are {platform}: it needs an NVIDIA GPU; "
                 "use auto, xla or blockwise"
             )
+        if model.dtype == "float32":
+            raise ConfigError(
+                "model.attention is cudnn and model.dtype float32: cudnn's kernel takes bfloat16 "
+                "only; use another dtype, or auto, xla or blockwise"
+            )
         _refuse_softcap(model.attention_softcap)
     if model.attention != "auto":
         return model.attention

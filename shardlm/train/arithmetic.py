@@ -60,13 +60,15 @@ class Arithmetic:
 
     def __str__(self) -> str:
         return (
-            f"{self.examples:,} examples an epoch, {self.steps:,} updates of {self.batch:,} rows: "
-            f"{self.epochs:.4g} epochs of {self.updates_an_epoch:.4g} updates\n"
+            f"{_many(self.examples, 'example')} an epoch, {_many(self.steps, 'update')} of "
+            f"{_many(self.batch, 'row')}: {_many(self.epochs, 'epoch')} of "
+            f"{_many(self.updates_an_epoch, 'update')}\n"
             f"an update: {_many(self.micro_batches, 'micro-batch', 'es')} of "
             f"{_many(self.ways, 'device')} x {_many(self.rows_a_device, 'row')} = "
             f"{_many(self.device_batches, 'device batch', 'es')}"
         )
 
 
-def _many(n: int, noun: str, plural: str = "s") -> str:
-    return f"{n:,} {noun}{'' if n == 1 else plural}"
+def _many(n: float, noun: str, plural: str = "s") -> str:
+    number = f"{n:,}" if isinstance(n, int) else f"{n:.4g}"
+    return f"{number} {noun}{'' if n == 1 else plural}"

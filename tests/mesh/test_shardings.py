@@ -8,7 +8,14 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from shardlm import AxisRules, MeshConfig, describe_sharding, make_mesh, named_sharding, shard_tree
-from shardlm.config import Config, ConfigError, DataConfig, ModelConfig, TrainConfig
+from shardlm.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from shardlm.mesh import AXES, tree_shardings
 from shardlm.train.setup import build_engine, new_state
 
@@ -62,11 +69,32 @@ def test_no_leaf_is_replicated_in_silence(data, model):
             where = name + jax.tree_util.keystr(path)
             # Every dim but those of norm scales, which `model` does not split.
             ways = data if leaf.ndim == 1 or "norm" in where else data * model
-            assert leaf.shape[0] != 17
             sizes = {s.data.nbytes for s in leaf.addressable_shards}
             assert sizes == {leaf.nbytes // ways}, where
     assert state["params"]["embed"]["table"].shape == (24, 16)
     assert len(jax.tree.leaves(trees)) == 3 * 12
+
+
+@pytest.mark.parametrize("name, leaves", [("sgd", 12), ("lion", 12), ("muon", 7 + 2 * 5)])
+def test_state_of_every_optimizer_is_split_like_its_parameters(name, leaves):
+    """muon: one moment of the 7 matrices of the layers, two of the other parameters."""
+    config = Config(
+        model=ModelConfig(
+            layers=2, embed=16, heads=8, head_dim=8, mlp=24, vocab=17, dtype="float32"
+        ),
+        mesh=MeshConfig(data=2, model=4),
+        data=DataConfig(length=8),
+        train=TrainConfig(batch=8, steps=100),
+        optim=OptimConfig(name=name),
+    )
+    abstract = build_engine(config, make_mesh(config.mesh)).abstract
+    shapes = {x.shape for x in jax.tree.leaves(abstract["params"])}
+    leaves_of = jax.tree_util.tree_leaves_with_path(abstract["opt"])
+    found = [(jax.tree_util.keystr(path), x) for path, x in leaves_of if x.shape in shapes]
+    assert len(found) == leaves
+    for where, x in found:
+        ways = 2 if "norm" in where else 8
+        assert math.prod(x.sharding.shard_shape(x.shape)) * ways == x.size, where
 
 
 def _is_adam(x):
@@ -103,4 +131,3 @@ def test_description():
     assert table["sum"] == [f"{1728 + 48 + 384 + 4 + 12:,}"]
     # The same of arrays, and of arrays that are nowhere in particular.
     assert "whole" in describe_sharding({"x": np.float32(1) * jax.numpy.ones(3)})
-    assert math.prod((72, 48)) * 4 // 8 == 1728

@@ -3,6 +3,8 @@
 import jax
 import pytest
 
+from shardlm.config import ModelConfig
+from shardlm.model.transformer import Transformer
 from shardlm.optim import decay_mask, is_stacked, matrix_dims, role
 
 
@@ -50,6 +52,23 @@ def test_fault_12_the_same_leaves_decay_stacked_or_not(trees):
         "layers.mlp.down.kernel",
         "layers.mlp.up.kernel",
     ]
+
+
+def test_fault_12_every_leaf_of_a_model_with_everything():
+    model = ModelConfig(
+        layers=2,
+        embed=8,
+        heads=2,
+        mlp=4,
+        vocab=8,
+        bias=True,
+        norm="layer",
+        qk_norm=True,
+        positions="learned",
+    )
+    mask = decay_mask(Transformer(model, 4).abstract())
+    for path, decays in jax.tree_util.tree_leaves_with_path(mask):
+        assert decays == (path[-1].key in ("kernel", "table", "positions")), path
 
 
 def test_stacking_and_matrix_dims():

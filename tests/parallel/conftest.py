@@ -67,11 +67,17 @@ class Tiny:
     @staticmethod
     @functools.cache
     def _compiled(
-        sizes: tuple[tuple[str, int], ...], shard_params: str, remat: str, unroll: int
+        sizes: tuple[tuple[str, int], ...],
+        shard_params: str = "all",
+        remat: str = "none",
+        unroll: int = 1,
+        attention: str = "xla",
     ) -> tuple[Callable[..., Any], Any]:
         config = Config(
             mesh=MeshConfig(**({"data": 1} | dict(sizes)), shard_params=shard_params),
-            model=dataclasses.replace(MODEL, scan_unroll=unroll),
+            model=dataclasses.replace(
+                MODEL, scan_unroll=unroll, attention=attention, attention_block=2
+            ),
             data=DataConfig(length=LENGTH),
             train=TrainConfig(batch=BATCH, micro_batch=4, remat=remat, loss_chunk=7),
             optim=OptimConfig(name="sgd"),
@@ -89,10 +95,16 @@ class Tiny:
         shard_params: str = "all",
         remat: str = "none",
         unroll: int = 1,
+        attention: str = "xla",
+        moved: tuple[float, Any] | None = None,
         **sizes: int,
     ) -> tuple[Any, float, int]:
-        """Mean gradients, summed loss and tokens of an update of two micro-batches."""
-        run, weights = cls._compiled(tuple(sizes.items()), shard_params, remat, unroll)
+        """Mean gradients, summed loss and tokens of an update of two micro-batches, at the weights
+        plus so much of a direction."""
+        run, weights = cls._compiled(tuple(sizes.items()), shard_params, remat, unroll, attention)
+        if moved:
+            distance, direction = moved
+            weights = jax.tree.map(lambda w, d: w + np.float32(distance) * d, weights, direction)
         grads, nll, tokens = run(weights, batch, jnp.int32(step))
         return jax.tree.map(np.asarray, grads), float(nll), int(tokens)
 

@@ -16,7 +16,7 @@ def test_1024_examples_on_4_devices():
     assert (a.rows_a_device, a.device_batches, a.micro_batches) == (256, 4, 1)
     assert (a.updates_an_epoch, a.epochs) == (1, 1)
     assert str(a) == (
-        "1,024 examples an epoch, 1 updates of 1,024 rows: 1 epochs of 1 updates\n"
+        "1,024 examples an epoch, 1 update of 1,024 rows: 1 epoch of 1 update\n"
         "an update: 1 micro-batch of 4 devices x 256 rows = 4 device batches"
     )
 

@@ -48,6 +48,33 @@ def test_loss_is_a_mean_over_tokens(lab, compiled):
     assert abs(both - np.mean([x for x, _ in parts])) > 1e-4
 
 
+def test_rate_advances_once_an_update(lab):
+    """Logged and applied, with 4 micro-batches: warm-up of 2, then linear to .1 at update 4."""
+    config = lab.config(lab.Layout(micro_batches=4))
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, layers=1),
+        optim=dataclasses.replace(
+            config.optim, schedule="linear", warmup_steps=2, final_fraction=0.1
+        ),
+        train=dataclasses.replace(config.train, steps=4),
+    )
+    run = lab.compiled(config)
+    state = run.start()
+    for i, part in enumerate((0.5, 1.0, 0.55, 0.1)):
+        before = lab.fetch(state["params"])
+        state, metrics = run.step(state, lab.put(run.engine, lab.batch(i)))
+        rate = part * config.optim.learning_rate
+        assert metrics["learning_rate"].item() == pytest.approx(rate, rel=1e-6)
+        opt = lab.fetch(state["opt"])
+        # Of sgd, the trace after an update is what the rate multiplies.
+        trace = {k.split("trace.")[1]: v for k, v in opt.items() if "trace." in k}
+        for name, after in lab.fetch(state["params"]).items():
+            rounding = 2.0**-23 * np.abs(after).max()
+            step = before[name] - after
+            np.testing.assert_allclose(step, rate * trace[name], rtol=1e-5, atol=rounding)
+
+
 def test_nothing_to_learn_changes_nothing(lab, compiled):
     engine, step = compiled.engine, compiled.step
     state, _ = step(compiled.start(), lab.put(engine, lab.batch(0)))
