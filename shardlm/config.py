@@ -108,7 +108,7 @@ class ModelConfig:
     activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
     """Gated (swiglu, geglu: arXiv 2002.05202) or plain (gelu; relu2: arXiv 2109.08668)."""
     bias: bool = False
-    """Biases in every linear layer and LayerNorm."""
+    """Biases in every linear layer and norm."""
     qk_norm: bool = False
     """RMSNorm of queries and keys, a head at a time (arXiv 2302.05442)."""
     tied: bool = False
@@ -128,8 +128,8 @@ class ModelConfig:
     attention_block: int = 128
     """Queries and keys of a block of the blockwise attention."""
     scan_unroll: int = 1
-    """Layers unrolled per iteration of the scan over layers; 0 unrolls all of them (faster on
-    simulated devices and on CPU, longer to compile)."""
+    """Layers, or repetitions of `windows`, unrolled per iteration of the scan over them; 0 unrolls
+    all (faster on simulated devices and on CPU, longer to compile)."""
     init_std: float = 0.02
     """Standard deviation of embeddings; matrices have the lesser of this and 1/sqrt(fan in)."""
     zero_init_output: bool = False
@@ -225,9 +225,10 @@ class OptimConfig:
     clip_norm: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
     b1: float = 0.9
-    """First moment (adamw, lion, muon's adamw), momentum (sgd)."""
+    """Decay of the first moment (adamw, also muon's), weight of it in the update (lion), momentum
+    (sgd)."""
     b2: float = 0.95
-    """Second moment (adamw), update rate (lion)."""
+    """Decay of the second moment (adamw, also muon's), of the first moment (lion)."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     max_skipped: int = 10

@@ -60,7 +60,6 @@ _LEAST: dict[str, float] = {
     "model.mlp": 1,
     "model.vocab": 2,
     "model.norm_eps": 0,
-    "model.rope.theta": 1,
     "model.rope.factor": 1,
     "model.rope.original_length": 1,
     "model.logit_softcap": 0,
@@ -127,10 +126,13 @@ def _validate_model(model: ModelConfig) -> None:
             f"model.windows is {list(model.windows)}: it must name at least one window, in tokens, "
             "with 0 for no limit"
         )
-    if model.rope.high <= model.rope.low and model.rope.scaling in ("llama3", "yarn"):
+    rope = model.rope
+    if rope.theta <= 1:
+        raise ConfigError(f"model.rope.theta is {rope.theta}: it must be above 1")
+    if rope.scaling in ("llama3", "yarn") and not 0 < rope.low < rope.high:
         raise ConfigError(
-            f"model.rope.high is {model.rope.high} and model.rope.low {model.rope.low}: "
-            "high must be larger"
+            f"model.rope.low is {rope.low} and model.rope.high {rope.high}: low must be above 0 "
+            "and below high"
         )
 
 

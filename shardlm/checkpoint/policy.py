@@ -8,7 +8,8 @@ class SavePolicy:
     """Save every so many updates, every so many minutes, or both; 0 switches either off.
 
     The loop keeps the step and the time of the last save and hands them in, so that the same
-    policy serves any loop. A resumed run counts from the step and the moment at which it resumed.
+    policy serves any loop. Saves by steps are at multiples of `every_steps`, or, where a loop lets
+    one pass, at the next step that it asks about.
     """
 
     every_steps: int
@@ -25,6 +26,6 @@ class SavePolicy:
         """
         if step <= last_step:
             return False
-        by_steps = self.every_steps > 0 and step % self.every_steps == 0
+        by_steps = self.every_steps > 0 and step // self.every_steps > last_step // self.every_steps
         by_time = self.every_minutes > 0 and now - last_time >= 60 * self.every_minutes
         return by_steps or by_time

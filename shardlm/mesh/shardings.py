@@ -42,7 +42,7 @@ def shard_tree(mesh: Mesh, rules: AxisRules, dims: Any, tree: Any) -> Any:
 
     Args:
       mesh: from `make_mesh`.
-      rules: from `AxisRules.for_mesh(mesh)`, or your own table.
+      rules: from `AxisRules(mesh.shape)`, or your own table.
       dims: a tree like `tree` whose leaves are tuples of logical dims.
       tree: arrays.
 

@@ -222,7 +222,9 @@ class Transformer:
                 return save(run, policy=regather)
             return run
 
-        scanned, alone = saving(in_loop=unroll < repeats), saving(in_loop=False)
+        # A scan takes what `unroll` leaves over out of its loop.
+        in_loop = unroll < repeats and repeats % unroll == 0
+        scanned, alone = saving(in_loop), saving(in_loop=False)
 
         def group(x: Array, part: Any) -> tuple[Array, Any]:
             params, index, cache = part

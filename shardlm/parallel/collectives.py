@@ -1,4 +1,4 @@
-"""All communication inside the model and the step, written by hand.
+"""All communication of the loss and its gradients, written by hand.
 
 The loss and its gradients run inside one `jax.shard_map` that is manual over every mesh axis, so
 arrays here are one device's part and nothing travels except through these functions. The types
@@ -7,7 +7,8 @@ is traced.
 
 Traffic of a device, N the size of the axis (fully sharded data parallelism: Rajbhandari et al.,
 arXiv 1910.02054; sequence-split tensor parallelism: Korthikanti et al., arXiv 2205.05198):
-  `unshard`          (N-1)/N of the gathered leaf forward, the same in fp32 backward, over `data`
+  `unshard`          (N-1)/N of the gathered leaf forward and, where `regather` or remat makes it
+                     again, backward; the same in fp32 for its gradient; over `data`
   `gather_sequence`  (N-1)/N of the gathered activation forward and backward, over `model`
   `scatter_sequence` the same
   `reduce_gradients` 2(N-1)/N of the leaves that are whole over an axis, (N-1)/N of those gathered

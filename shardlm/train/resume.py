@@ -81,9 +81,7 @@ def write_config(start: Start, config: Config, first: int, skipped: int, say: Sa
         say(f"train.steps {before.train.steps} -> {config.train.steps}: {effect}")
     if before != config:
         start.directory.write_config(config)
-    tokenizer = start.directory.path / TOKENIZER_FILE
-    if not tokenizer.exists():
-        replace_text(tokenizer, start.data.tokenizer.to_json())
+    replace_text(start.directory.path / TOKENIZER_FILE, start.data.tokenizer.to_json())
 
 
 def has_evaluation(directory: RunDirectory, step: int) -> bool:

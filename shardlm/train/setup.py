@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from shardlm.config import Config, ConfigError, flatten
+from shardlm.arguments import difference
+from shardlm.config import Config, ConfigError
 from shardlm.data import Data
 from shardlm.mesh import AxisRules, make_mesh, resolve_sizes, simulate_devices
 from shardlm.mesh.axes import check_axes, check_sizes
@@ -126,12 +127,11 @@ def refuse_changes(before: Config, now: Config) -> None:
     Raises:
       ConfigError: lists the keys that differ and would change what the run computes.
     """
-    old, new = flatten(before), flatten(now)
     sections = tuple(key for key in FREE_TO_CHANGE if key.endswith("."))
     changed = [
-        f"{key}: {old[key]} -> {new[key]}"
-        for key in new
-        if old[key] != new[key] and key not in FREE_TO_CHANGE and not key.startswith(sections)
+        f"{key}: {old} -> {new}"
+        for key, old, new in difference(before, now)
+        if key not in FREE_TO_CHANGE and not key.startswith(sections)
     ]
     if changed:
         raise ConfigError(

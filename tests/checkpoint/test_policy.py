@@ -30,6 +30,13 @@ def test_either_and_neither():
     assert steps_saved(SavePolicy(0, 0), 100, 1e6) == []
 
 
+def test_a_save_that_was_let_pass_is_made_up_for():
+    policy = SavePolicy(4, 0)
+    assert [step for step in range(5, 12) if policy.due(step, 0.0, 4, 0.0)] == [8, 9, 10, 11]
+    assert not policy.due(10, 0.0, 9, 0.0)
+    assert policy.due(12, 0.0, 9, 0.0)
+
+
 def test_a_step_is_saved_once():
     policy = SavePolicy(5, 1)
     assert policy.due(5, 100.0, 4, 0.0)

@@ -212,7 +212,9 @@ def test_cudnn_refuses_what_it_cannot_do():
         choose_implementation(capped, "gpu")
     with pytest.raises(ConfigError, match=r"attention is cudnn and the devices are cpu"):
         choose_implementation(ModelConfig(attention="cudnn"), "cpu")
-    assert choose_implementation(ModelConfig(attention="cudnn"), "gpu") == "cudnn"
+    with pytest.raises(ConfigError, match=r"attention is cudnn and model\.dtype float32"):
+        choose_implementation(ModelConfig(attention="cudnn", dtype="float32"), "gpu")
+    assert choose_implementation(ModelConfig(attention="cudnn", dtype="bfloat16"), "gpu") == "cudnn"
     x, segments = jnp.zeros((1, 4, 2, 8)), jnp.ones((1, 4), jnp.int32)
     with pytest.raises(ConfigError, match="soft-cap"):
         attend(x, x, x, segments, segments, Rules(softcap=50.0), "cudnn")

@@ -123,6 +123,25 @@ def test_a_rate_that_destroys_the_model_ends_the_run(runs, tmp_path, capsys):
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_a_last_update_that_is_skipped_loses_nothing(runs, tmp_path, monkeypatch, capsys):
+    """It left the parameters as they were; the evaluation after it says that they are sound."""
+    compile_ = loop._Run._compile
+
+    def compiled(self):
+        step = compile_(self)
+
+        def skipping(state, batch):
+            state, metrics = step(state, batch)
+            return state, metrics | {"consecutive": state["step"] // 6}
+
+        return skipping
+
+    monkeypatch.setattr(loop._Run, "_compile", compiled)
+    assert runs.train(tmp_path) == 0
+    assert [r.get("skipped") for r in runs.figures(tmp_path)] == [0, 0, 0, 0, 0, 1, None]
+    assert CheckpointStore(tmp_path / "checkpoints").latest() == 6
+
+
 def test_a_validation_loss_that_is_not_finite_is_a_failure(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "make_evaluate", lambda *_: lambda params, stopped: math.inf)
     assert runs.train(tmp_path, "--eval.every_steps 3 --checkpoint.every_steps 4") == 1

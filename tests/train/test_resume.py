@@ -171,6 +171,7 @@ def test_without_a_checkpoint_another_configuration_is_a_new_run(runs, tmp_path,
     run = finished(tmp_path / "run")
     for step in (3, 6):
         (run / "checkpoints" / str(step)).rename(tmp_path / str(step))
-    assert runs.train(run, "--run.seed 1 --eval.every_steps 3") == 0
+    assert runs.train(run, "--run.seed 1 --eval.every_steps 3 --data.tokenizer bytes") == 0
     assert [r["step"] for r in runs.figures(run)] == [1, 2, 3, 3, 4, 5, 6, 6]
     assert RunDirectory(run).read_config().run.seed == 1
+    assert '"bytes"' in (run / "tokenizer.json").read_text()
