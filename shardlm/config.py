@@ -281,6 +281,11 @@ class Config:
         """Sequences of a micro-batch, resolved."""
         return self.train.batch if self.train.micro_batch is None else self.train.micro_batch
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of an update."""
+        return self.train.batch // self.micro_batch
+
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted keys and values of a configuration (or of one of its sections), in order."""

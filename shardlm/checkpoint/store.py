@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import orbax.checkpoint as ocp  # type: ignore[import-untyped]
@@ -287,7 +287,7 @@ class CheckpointStore:
             item_handlers={"state": _state_handler(), "metadata": ocp.JsonCheckpointHandler()},
         )
 
-    def _fail(self, step: int, error: Exception) -> None:
+    def _fail(self, step: int, error: Exception) -> NoReturn:
         """Raise `SaveError`. A manager is of no use after an error: the next save makes a new one.
 
         What was written is removed at once: a full disk would stop the metrics too.

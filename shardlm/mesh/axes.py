@@ -73,13 +73,18 @@ def check_axes(mesh: MeshConfig) -> dict[str, int]:
     return sizes
 
 
+def batch_ways(sizes: Mapping[str, int]) -> int:
+    """Devices that the examples of a batch are split over."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
+
+
 def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
     """Check that batch and model divide over the axes.
 
     Raises:
       ConfigError: names both numbers and the nearest sizes that work.
     """
-    ways = math.prod(sizes[axis] for axis in BATCH_AXES)
+    ways = batch_ways(sizes)
     named = " x ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES if sizes[axis] > 1)
     if config.train.batch % ways:
         raise ConfigError(
@@ -91,10 +96,11 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
             f"train.micro_batch is {config.micro_batch} and {named} split it {ways} ways: it must "
             f"be a multiple of {ways} ({nearest_divisible(config.micro_batch, ways)} would do)"
         )
-    _check_model(config.model, sizes, config.mesh.shard_params)
+    check_model(config.model, sizes, config.mesh.shard_params)
 
 
-def _check_model(model: ModelConfig, sizes: Mapping[str, int], shard_params: str) -> None:
+def check_model(model: ModelConfig, sizes: Mapping[str, int], shard_params: str) -> None:
+    """Check that the model divides over the axes; raises as `check_sizes` does."""
     split = [
         ("model.heads", model.heads, "model"),
         ("model.kv_heads", model.kv, "model"),

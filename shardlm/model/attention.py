@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from shardlm.config import ConfigError, ModelConfig
-from shardlm.model.blockwise import blockwise
+from shardlm.model.blockwise import UNROLLED, blockwise
 from shardlm.model.scores import MASKED, Rules, scores, visible
 
 
@@ -68,9 +68,7 @@ def choose_implementation(model: ModelConfig, platform: str) -> str:
                 "only; use another dtype, or auto, xla or blockwise"
             )
         _refuse_softcap(model.attention_softcap)
-    if model.attention != "auto":
-        return model.attention
-    return "blockwise"
+    return "blockwise" if model.attention == "auto" else model.attention
 
 
 def _refuse_softcap(softcap: float) -> None:
@@ -147,7 +145,8 @@ def _blockwise(
     del kv_segments  # Those of the queries.
     t = q.shape[1]
     block = min(rules.block, t)
-    if pad := -t % block:
+    # Written out, the last block may be short.
+    if pad := -t % block if t > UNROLLED * block else 0:
         q, k, v = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q, k, v))
         q_segments = jnp.pad(q_segments, ((0, 0), (0, pad)))
     grouped = _by_group(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from shardlm.model.scores import MASKED, Rules, scores, softcap_slope, visible
+from shardlm.model.scores import MASKED, Rules, products, scores, softcap_slope, visible
 from shardlm.parallel.collectives import match_varying
 
 UNROLLED = 8
@@ -89,17 +89,11 @@ def _gradients(
     """fp32 gradients of the queries and keys of a pair of blocks."""
     x = scores(q, k, rules.softcap)
     weights = jnp.exp(jnp.where(seen, x, MASKED) - lse[..., None])
-    # Without the scale that `scores` has: it is put back below.
-    d_weights = _raw_scores(d_out, v)
-    d_x = weights * (d_weights - delta[..., None])
+    d_x = weights * (products(d_out, v) - delta[..., None])
     if rules.softcap:
         d_x *= softcap_slope(x, rules.softcap)
     d_x = (d_x * q.shape[-1] ** -0.5).astype(q.dtype)
     return _times_keys(d_x, k), _over_queries(d_x, q), _over_queries(weights.astype(v.dtype), d_out)
-
-
-def _raw_scores(d_out: Array, v: Array) -> Array:
-    return scores(d_out, v, 0.0) * d_out.shape[-1] ** 0.5
 
 
 # The written-out form.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from shardlm.model.scores import MASKED
+from shardlm.model.scores import MASKED, softcap_slope
 from shardlm.parallel.collectives import Parallel, match_varying
 
 
@@ -145,6 +145,5 @@ def _chunk(
     d_logits = (weights / total[:, None]) * (1 + 2 * z)[:, None] - is_target
     d_logits *= counted[:, None]
     if rules.softcap:
-        inside = jnp.abs(logits) <= rules.softcap
-        d_logits *= jnp.where(inside, 1 - (logits / rules.softcap) ** 2, 0.0)
+        d_logits *= softcap_slope(logits, rules.softcap)
     return objective, nll, d_logits

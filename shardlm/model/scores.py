@@ -33,8 +33,8 @@ def visible(
     return seen & same & (kv_segments != 0)[:, None, :]
 
 
-def scores(q: Array, k: Array, softcap: float) -> Array:
-    """fp32 scores [B, G, R, T, S] of q [B, G, R, T, K] and k [B, G, S, K], scaled by 1/sqrt(K)."""
+def products(q: Array, k: Array) -> Array:
+    """fp32 products [B, G, R, T, S] of q [B, G, R, T, K] and k [B, G, S, K]."""
     b, g, r, t, d = q.shape
     # One product for all heads of a group: CPU libraries do not see through five dims.
     product = jnp.einsum(
@@ -43,7 +43,12 @@ def scores(q: Array, k: Array, softcap: float) -> Array:
         k.reshape(b * g, -1, d),
         preferred_element_type=jnp.float32,
     )
-    x = product.reshape(b, g, r, t, -1) * (1 / math.sqrt(d))
+    return product.reshape(b, g, r, t, -1)
+
+
+def scores(q: Array, k: Array, softcap: float) -> Array:
+    """`products` scaled by 1/sqrt(K) and capped."""
+    x = products(q, k) * (1 / math.sqrt(q.shape[-1]))
     return softcap * jnp.tanh(x / softcap) if softcap else x
 
 

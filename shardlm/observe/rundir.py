@@ -35,6 +35,14 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def tokenizer_path(self) -> Path:
+        return self.path / "tokenizer.json"
+
+    @property
+    def picture_path(self) -> Path:
+        return self.path / "loss.png"
+
+    @property
     def checkpoints_path(self) -> Path:
         return self.path / "checkpoints"
 

@@ -31,6 +31,11 @@ SEQUENCE = 1
 """The dimension of an activation [B, T, ...] that `model` splits between the matrices."""
 
 
+def weight_dtype(dtype: jnp.dtype, path: tuple[Any, ...]) -> jnp.dtype:
+    """The dtype in which a weight is used: norm scales in fp32, the others in `dtype`."""
+    return jnp.dtype(jnp.float32) if path[-1].key == "scale" else dtype
+
+
 @dataclass(frozen=True)
 class Parallel:
     """How the arrays of one device relate to those of the others.
@@ -68,7 +73,7 @@ class Parallel:
 
         def leaf(path: tuple[Any, ...], p: nnx.Variable[Array]) -> nnx.Variable[Array]:
             value = p[...]
-            to = jnp.dtype(jnp.float32) if path[-1].key == "scale" else dtype
+            to = weight_dtype(dtype, path)
             dims = [self.rules.axes(dim) for dim in p.get_metadata()["dims"]]
             split = [i for i, axes in enumerate(dims) if "data" in axes]
             if self.gather_weights and split:
@@ -129,12 +134,12 @@ class Parallel:
 
         return jax.tree.map(leaf, tree)
 
-    def gather_tree(self, tree: Any, specs: Any, dtype: Any) -> Any:
-        """Every leaf cast to the dtype that `dtype(path)` gives and gathered over `data`."""
+    def gather_tree(self, tree: Any, specs: Any, dtype: jnp.dtype) -> Any:
+        """Every weight cast for computing and whole over `data`; norm scales stay fp32."""
 
         def leaf(path: Any, x: Array, spec: PartitionSpec) -> Array:
             dim = _data_dim(spec)
-            x = x.astype(dtype(path))
+            x = x.astype(weight_dtype(dtype, path))
             return x if dim is None else jax.lax.all_gather(x, "data", axis=dim, tiled=True)
 
         return jax.tree_util.tree_map_with_path(leaf, tree, specs)

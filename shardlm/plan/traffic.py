@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlm.config import Config, ConfigError
 from shardlm.mesh import AxisRules
 from shardlm.model.transformer import Transformer
-from shardlm.train.step import weight_dtype
+from shardlm.parallel.collectives import weight_dtype
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 """The operations that send."""
@@ -118,7 +118,7 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     dtype = jnp.dtype(model.dtype)
     rules = AxisRules.for_model(sizes, model, config.mesh.shard_params)
     transformer = Transformer(model, config.data.length)
-    micro_batches = config.train.batch // config.micro_batch
+    micro_batches = config.micro_batches
     size = {axis: sizes.get(axis, 1) for axis in ("replica", "data", "model")}
     data = replica = 0.0
     leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract())

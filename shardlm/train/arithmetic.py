@@ -1,11 +1,10 @@
 """How examples, updates and devices relate in a run."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlm.config import Config
-from shardlm.mesh.axes import BATCH_AXES
+from shardlm.mesh.axes import batch_ways
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Arithmetic:
     @classmethod
     def of(cls, config: Config, sizes: Mapping[str, int], examples: int) -> "Arithmetic":
         """The counts of a configuration on a mesh."""
-        ways = math.prod(sizes[axis] for axis in BATCH_AXES)
+        ways = batch_ways(sizes)
         return cls(examples, config.train.batch, config.micro_batch, ways, config.train.steps)
 
     @property

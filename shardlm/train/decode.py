@@ -3,7 +3,6 @@
 Shapes: B prompts, P prompt tokens (padded at the left), N new tokens, V vocabulary.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from shardlm.data import Tokenizer
-from shardlm.mesh.axes import BATCH_AXES
+from shardlm.mesh.axes import BATCH_AXES, batch_ways
 from shardlm.model.layers import Cache
 from shardlm.model.loss import capped_logits
 from shardlm.model.transformer import Params
@@ -23,7 +22,7 @@ from shardlm.options import Sampling
 from shardlm.parallel.collectives import Parallel
 from shardlm.train.prompts import encode_prompts
 from shardlm.train.state import SAMPLE, specs
-from shardlm.train.step import Engine, weight_dtype
+from shardlm.train.step import Engine
 
 
 def generate(
@@ -40,7 +39,7 @@ def generate(
     """
     ids = encode_prompts(engine.config, tokenizer, prompts, sampling.tokens)
     longest = max(map(len, ids))
-    ways = math.prod(engine.mesh.shape[axis] for axis in BATCH_AXES)
+    ways = batch_ways(engine.mesh.shape)
     rows = -(-len(ids) // ways) * ways
     tokens = np.zeros((rows, longest), np.int32)
     segments = np.zeros((rows, longest), np.int32)
@@ -66,7 +65,7 @@ def _decode(engine: Engine, sampling: Sampling) -> Any:
 
     def local(params: Params, tokens: Array, segments: Array, key: Array) -> Array:
         # Gathered once: a token at a time would send the whole model for every token.
-        params = par.gather_tree(params, param_specs, partial(weight_dtype, engine.dtype))
+        params = par.gather_tree(params, param_specs, engine.dtype)
         rows, prompt = tokens.shape
         total = prompt + sampling.tokens
         kv_segments = jnp.pad(segments, ((0, 0), (0, sampling.tokens)), constant_values=1)

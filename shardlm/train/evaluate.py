@@ -1,6 +1,5 @@
 """Loss over the whole validation split."""
 
-import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ import jax
 
 from shardlm.config import Config
 from shardlm.data import ValidationLoader
-from shardlm.mesh.axes import BATCH_AXES
+from shardlm.mesh.axes import batch_ways
 from shardlm.model.transformer import Params
 from shardlm.train.step import Engine, batch_sharding, make_eval_step
 
@@ -25,7 +24,7 @@ def make_evaluate(engine: Engine, loader: ValidationLoader) -> Evaluate:
     is asked before each batch, is answered with yes: stop."""
     step = make_eval_step(engine)
     sharding = batch_sharding(engine)
-    ways = math.prod(engine.mesh.shape[axis] for axis in BATCH_AXES)
+    ways = batch_ways(engine.mesh.shape)
     rows = eval_batch(engine.config, ways)
 
     def evaluate(params: Params, stopped: Callable[[], bool]) -> float | None:

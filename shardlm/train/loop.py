@@ -30,7 +30,7 @@ from shardlm.train.decode import generate
 from shardlm.train.errors import TrainingError
 from shardlm.train.evaluate import make_evaluate
 from shardlm.train.prompts import room_after
-from shardlm.train.report import PICTURE_FILE, describe, how_to_go_on
+from shardlm.train.report import describe, how_to_go_on
 from shardlm.train.resume import find_position, has_evaluation, write_config
 from shardlm.train.setup import build_engine, build_mesh, new_state, resolve_vocab
 from shardlm.train.signals import StopRequest
@@ -106,22 +106,22 @@ class _Run:
         batches: Any = self.data.train.iterate(first)
         with contextlib.closing(batches):
             # Each takes seconds. XLA cannot be interrupted, so this thread only waits.
-            batch = pool.submit(next, batches)
+            drawn = pool.submit(next, batches)
             try:
                 ready = self._wait(
-                    pool.submit(self._state, first), pool.submit(self._compile), batch
+                    pool.submit(self._state, first), pool.submit(self._compile), drawn
                 )
             finally:
                 # A generator cannot be closed while it runs.
-                wait([batch])
+                wait([drawn])
             if ready is None:
                 return self._stopped(first)
-            state, step, _ = ready
+            state, step, batch = ready
             write_config(start, config, first, int(state["opt"].skipped), say)
             with contextlib.closing(MetricsWriter(start.directory.metrics_path)) as self.writer:
                 if self.writer.truncate_after(first) < first:
                     say(f"metrics.jsonl has lost lines before update {first + 1:,}")
-                return self._updates(first, state, step, itertools.chain(ready[2:], batches))
+                return self._updates(first, state, step, itertools.chain([batch], batches))
 
     def _state(self, first: int) -> State:
         if first:
@@ -152,10 +152,9 @@ class _Run:
         if self._evaluation_missing(first):
             # A signal cut it off.
             self._evaluate(first, state)
-        batch = next(batches)
         self.delayed.start()
         while done < steps and not self.stop.signal:
-            state, metrics = step(state, jax.device_put(batch, sharding))
+            state, metrics = step(state, jax.device_put(next(batches), sharding))
             done += 1
             self._record(self.delayed.push(done, metrics))
             if done == first + 1:
@@ -169,7 +168,6 @@ class _Run:
                 if not self.consecutive:
                     self._save(done, state)
                     saved_step, saved_at = done, time.monotonic()
-            batch = next(batches)
         self._record(self.delayed.flush())
         self._end(done, state)
         if self.stop.signal:
@@ -271,8 +269,8 @@ class _Run:
         if self.stop.signal:
             return
         directory, config = self.start.directory, self.config
-        path = directory.path
-        plot_loss(directory.metrics_path, path / PICTURE_FILE, title=path.resolve().name)
+        title = directory.path.resolve().name
+        plot_loss(directory.metrics_path, directory.picture_path, title=title)
         prompt, tokens = config.eval.prompt, config.eval.sample_tokens
         room = room_after(config, len(self.data.tokenizer.encode(prompt))) if tokens else None
         tokens = tokens if room is None else min(tokens, room)

@@ -6,8 +6,6 @@ from shardlm.train.arithmetic import Arithmetic
 from shardlm.train.commands import Commands
 from shardlm.train.step import Engine
 
-PICTURE_FILE = "loss.png"
-
 
 def describe(engine: Engine, data: Data) -> str:
     """What will be done: text, model, mesh, and the arithmetic of the updates."""
@@ -30,7 +28,7 @@ def how_to_go_on(engine: Engine, directory: RunDirectory, commands: Commands) ->
     """Memory, files, and the next commands."""
     used = peak_memory(list(engine.mesh.devices.flat)).items()
     memory = ", ".join(f"{where} {n / 2**20:,.0f} MiB" for where, n in used if n is not None)
-    picture, metrics = directory.path / PICTURE_FILE, directory.metrics_path
+    picture, metrics = directory.picture_path, directory.metrics_path
     return (
         f"peak memory: {memory}\n"
         f"{picture} has the loss curve, {metrics} the figures\n"

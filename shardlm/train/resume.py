@@ -10,7 +10,6 @@ from shardlm.observe.files import replace_text
 from shardlm.optim import learning_rate
 from shardlm.train.setup import refuse_changes
 from shardlm.train.start import Start
-from shardlm.train.trained import TOKENIZER_FILE
 
 Say = Callable[[str], None]
 
@@ -81,7 +80,7 @@ def write_config(start: Start, config: Config, first: int, skipped: int, say: Sa
         say(f"train.steps {before.train.steps} -> {config.train.steps}: {effect}")
     if before != config:
         start.directory.write_config(config)
-    replace_text(start.directory.path / TOKENIZER_FILE, start.data.tokenizer.to_json())
+    replace_text(start.directory.tokenizer_path, start.data.tokenizer.to_json())
 
 
 def has_evaluation(directory: RunDirectory, step: int) -> bool:

@@ -69,10 +69,10 @@ def loss_sums(
         batch["segments"],
         par,
         engine.dtype,
-        engine.attention,
-        config.train.remat,
-        dropout_key,
-        rows,
+        attention=engine.attention,
+        remat=config.train.remat,
+        dropout_key=dropout_key,
+        rows=rows,
     )
     model = config.model
     rules = LossRules(
@@ -103,7 +103,7 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch, Array], Any]:
     par = Parallel(rules, gather_weights=shard_params == "all")
     param_specs = specs(engine.abstract["params"])
     batch_spec = rules.spec(("batch", None))
-    micro_batches = config.train.batch // config.micro_batch
+    micro_batches = config.micro_batches
 
     def local(params: Params, batch: Batch, step: Array) -> Any:
         n = batch["tokens"].shape[0]
@@ -119,7 +119,7 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch, Array], Any]:
         parts["rows"] = cut(first + jnp.arange(n))
         weights = par.varying(params)
         if once:
-            weights = par.gather_tree(weights, param_specs, partial(weight_dtype, engine.dtype))
+            weights = par.gather_tree(weights, param_specs, engine.dtype)
 
         def micro_batch(carry: Any, part: Batch) -> tuple[Any, None]:
             acc, nll, count = carry
@@ -151,11 +151,6 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch, Array], Any]:
         in_specs=(param_specs, batch_spec, PartitionSpec()),
         out_specs=(param_specs, PartitionSpec(), PartitionSpec()),
     )
-
-
-def weight_dtype(dtype: jnp.dtype, path: Any) -> jnp.dtype:
-    """Norm scales are used in fp32."""
-    return jnp.dtype(jnp.float32) if path[-1].key == "scale" else dtype
 
 
 def make_train_step(engine: Engine) -> jax.stages.Wrapped:

@@ -1,7 +1,5 @@
 """A trained model, opened from the directory of its run on any mesh."""
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,14 +8,12 @@ from shardlm.checkpoint import CheckpointError, CheckpointStore
 from shardlm.config import Config, ConfigError
 from shardlm.data import Tokenizer, from_json
 from shardlm.mesh import make_mesh, simulate_devices
-from shardlm.mesh.axes import BATCH_AXES, check_axes, check_sizes
+from shardlm.mesh.axes import check_axes, check_model
 from shardlm.model.transformer import Params
 from shardlm.observe import RunDirectory
 from shardlm.train.setup import build_engine
 from shardlm.train.step import Engine
 from shardlm.validation import validate
-
-TOKENIZER_FILE = "tokenizer.json"
 
 
 class Trained(NamedTuple):
@@ -55,9 +51,9 @@ def open_trained(run_dir: str, mesh: Mapping[str, Any], step: int | None = None)
     validate(config)
     check_axes(config.mesh)
     try:
-        tokenizer = from_json((directory.path / TOKENIZER_FILE).read_text(encoding="utf-8"))
+        tokenizer = from_json((directory.tokenizer_path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{directory.path / TOKENIZER_FILE} cannot be read: {error}") from None
+        raise ConfigError(f"{directory.tokenizer_path} cannot be read: {error}") from None
     store = CheckpointStore(directory.checkpoints_path)
     _choose(store, step)
     engine = _engine(config)
@@ -90,8 +86,6 @@ def _engine(config: Config) -> Engine:
     if config.run.simulate_devices:
         simulate_devices(config.run.simulate_devices)
     mesh = make_mesh(config.mesh)
-    # Any number of rows will do here: the batch of the training does not matter.
-    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    rows = dataclasses.replace(config.train, batch=ways, micro_batch=ways)
-    check_sizes(dataclasses.replace(config, train=rows), mesh.shape)
+    # The batch of the training does not matter here.
+    check_model(config.model, mesh.shape, config.mesh.shard_params)
     return build_engine(config, mesh)
