@@ -44,8 +44,8 @@ def test_final_parameters(layout, lab):
     for name in one:
         np.testing.assert_allclose(run[name], one[name], rtol=0, atol=1e-4, err_msg=name)
     # The vocabulary of 67 is padded to what any mesh divides.
-    assert not run["embed.table"][67:].any()
-    assert not run["head.kernel"][:, 67:].any()
+    assert not run["params.embed.table"][67:].any()
+    assert not run["params.head.kernel"][:, 67:].any()
 
 
 def test_gradients_of_every_leaf(layout, lab):
