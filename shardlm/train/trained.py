@@ -51,7 +51,7 @@ def open_trained(run_dir: str, mesh: Mapping[str, Any], step: int | None = None)
     validate(config)
     check_axes(config.mesh)
     try:
-        tokenizer = from_json((directory.tokenizer_path).read_text(encoding="utf-8"))
+        tokenizer = from_json(directory.tokenizer_path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{directory.tokenizer_path} cannot be read: {error}") from None
     store = CheckpointStore(directory.checkpoints_path)
