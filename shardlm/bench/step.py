@@ -99,9 +99,7 @@ def engine_config(shape: Shape, dtype: str) -> Config:
             scan_unroll=0,
         ),
         data=DataConfig(length=shape.length),
-        train=TrainConfig(
-            batch=shape.batch, micro_batch=shape.batch // shape.micro_batches, loss_chunk=0
-        ),
+        train=TrainConfig(batch=shape.batch, micro_batch=shape.batch // shape.micro_batches),
         optim=OptimConfig(schedule="constant", warmup_steps=0),
     )
 

@@ -109,9 +109,10 @@ def _spans(length: int, rules: Rules) -> Iterator[tuple[slice, slice]]:
 
 def _seen(segments: Array, queries: slice, keys: slice, window: int) -> Array:
     index = jnp.arange(segments.shape[1])
-    return visible(index[queries], index[keys], segments[:, queries], segments[:, keys], window)[
-        :, None, None
-    ]
+    seen = visible(index[queries], index[keys], segments[:, queries], segments[:, keys], window)
+    # One mask for all heads: fused into what reads it, it would be computed again for each of them,
+    # and, inside the loop over micro-batches, by code that XLA does not vectorize on CPU.
+    return jax.lax.optimization_barrier(seen)[:, None, None]
 
 
 def _unrolled_forward(

@@ -37,7 +37,7 @@ class Context:
     dtype: jnp.dtype
     attention: str
     segments: Array  # [B, T] of the queries
-    cos: Array | None  # [B, T, 1, K/2] fp32
+    cos: Array | None  # [B, T, 1, K] fp32, see `rope_table`
     sin: Array | None
     dropout_key: Array | None = None
     """None when nothing is dropped."""
@@ -151,16 +151,20 @@ def rope_frequencies(model: ModelConfig) -> tuple[Array, float]:
 
 
 def rope_table(model: ModelConfig, positions: Array) -> tuple[Array, Array]:
-    """cos and sin [B, T, 1, K/2] in fp32: bf16 cannot tell positions above 256 apart."""
+    """What `rotate` multiplies by: cos and signed sin [B, T, 1, K] of the angle of each number.
+
+    In fp32: bf16 cannot tell positions above 256 apart.
+    """
     frequency, scale = rope_frequencies(model)
     angle = positions.astype(jnp.float32)[:, :, None, None] * frequency
-    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+    cos, sin = jnp.cos(angle) * scale, jnp.sin(angle) * scale
+    return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate pairs (i, i + K/2) of [B, T, H, K] by their angles, in fp32."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    y = x.astype(jnp.float32)
+    return (y * cos + jnp.roll(y, y.shape[-1] // 2, -1) * sin).astype(x.dtype)
 
 
 def dropout(x: Array, rate: float, key: Array, ctx: Context) -> Array:

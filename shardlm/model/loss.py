@@ -44,6 +44,8 @@ def capped_logits(x: Array, kernel: Array, vocab: int, softcap: float, par: Para
     if softcap:
         logits = softcap * jnp.tanh(logits / softcap)
     v = kernel.shape[1]
+    if vocab == v * par.size("model"):
+        return logits
     ids = par.index("model") * v + jnp.arange(v)
     return jnp.where(ids < vocab, logits, MASKED)
 
@@ -137,7 +139,8 @@ def _chunk(
     log_total = top + jnp.log(total)
     local = targets - par.index("model") * v
     is_target = local[:, None] == jnp.arange(v)
-    of_target = par.sum_model(jnp.where(is_target, logits, 0.0).sum(1))
+    of_target = jnp.take_along_axis(logits, jnp.clip(local, 0, v - 1)[:, None], 1)[:, 0]
+    of_target = par.sum_model(jnp.where((local >= 0) & (local < v), of_target, 0.0))
     counted = (targets >= 0).astype(jnp.float32)
     nll = ((log_total - of_target) * counted).sum()
     z = rules.z_loss * log_total
