@@ -110,8 +110,7 @@ def _spans(length: int, rules: Rules) -> Iterator[tuple[slice, slice]]:
 def _seen(segments: Array, queries: slice, keys: slice, window: int) -> Array:
     index = jnp.arange(segments.shape[1])
     seen = visible(index[queries], index[keys], segments[:, queries], segments[:, keys], window)
-    # One mask for all heads: fused into what reads it, it would be computed again for each of them,
-    # and, inside the loop over micro-batches, by code that XLA does not vectorize on CPU.
+    # One mask for all heads: fused into what reads it, it would be computed again for each of them.
     return jax.lax.optimization_barrier(seen)[:, None, None]
 
 

@@ -235,6 +235,29 @@ def add_bias_once(linear: Linear, x: Array, par: Parallel) -> Array:
     return y if linear.bias is None else y + linear.bias[...]
 
 
+@jax.custom_vjp
+def swiglu(gate: Array, up: Array) -> Array:
+    """silu(gate) · up (Shazeer, arXiv 2002.05202).
+
+    The derivative is written out so that the two operands are all that the backward pass keeps.
+    """
+    return jax.nn.silu(gate) * up
+
+
+def _swiglu_forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
+    return swiglu(gate, up), (gate, up)
+
+
+def _swiglu_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
+    gate, up = saved
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    return g * up * (sigmoid + silu * (1 - sigmoid)), g * silu
+
+
+swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
 class Mlp(nnx.Module):
     """The feed-forward part."""
 
@@ -254,7 +277,7 @@ class Mlp(nnx.Module):
         y = self.up(x)
         if self.gate is not None:
             gate = self.gate(x)
-            y = y * (jax.nn.silu(gate) if self.activation == "swiglu" else jax.nn.gelu(gate))
+            y = swiglu(gate, y) if self.activation == "swiglu" else y * jax.nn.gelu(gate)
         elif self.activation == "gelu":
             y = jax.nn.gelu(y)
         else:

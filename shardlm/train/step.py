@@ -121,14 +121,19 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch, Array], Any]:
         if once:
             weights = par.gather_tree(weights, param_specs, engine.dtype)
 
-        def micro_batch(carry: Any, part: Batch) -> tuple[Any, None]:
-            acc, nll, count = carry
+        def micro_batch(carry: Any, _: None) -> tuple[Any, None]:
+            # The parts go round rather than being scanned over: XLA fuses the slice at a running
+            # index that a scan takes into the loops over what depends on it, attention's masks for
+            # one, and on CPU does not vectorize those.
+            acc, nll, count, parts = carry
+            part = {k: x[0] for k, x in parts.items()}
+            parts = {k: jnp.roll(x, -1, 0) for k, x in parts.items()}
             rows = part["rows"]
             part = {k: x for k, x in part.items() if k != "rows"}
             grads, (nll_part, tokens) = jax.grad(partial(loss_sums, engine, par), has_aux=True)(
                 weights, part, rows, key
             )
-            return (accumulate.add(acc, grads, tokens), nll + nll_part, count + tokens), None
+            return (accumulate.add(acc, grads, tokens), nll + nll_part, count + tokens, parts), None
 
         # The loss is equal on the devices of `model`, and typed so.
         examples = partial(par.varying, axes=BATCH_AXES)
@@ -137,8 +142,9 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch, Array], Any]:
             zero._replace(grads=par.varying(zero.grads), weight=examples(zero.weight)),
             examples(jnp.float32(0)),
             examples(jnp.int32(0)),
+            parts,
         )
-        (acc, nll, count), _ = jax.lax.scan(micro_batch, start, parts)
+        (acc, nll, count, _), _ = jax.lax.scan(micro_batch, start, None, micro_batches)
         whole = accumulate.Accumulated(
             par.reduce_gradients(acc.grads, param_specs, gathered=once),
             par.sum_examples(acc.weight),
