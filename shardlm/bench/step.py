@@ -17,7 +17,7 @@ from shardlm.bench.report import Table
 from shardlm.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from shardlm.mesh import make_mesh
 from shardlm.train.setup import build_engine, new_state
-from shardlm.train.step import compile_options, make_train_step
+from shardlm.train.step import make_train_step
 
 WORKLOADS = {
     "bytes": Shape(),
@@ -80,7 +80,7 @@ def engine(shape: Shape, dtype: str) -> Runner:
         "segments": ones,
         "positions": jnp.cumsum(ones, 1) - 1,
     }
-    compiled = make_train_step(parts).lower(parts.abstract, batch).compile(compile_options(parts))
+    compiled = make_train_step(parts).lower(parts.abstract, batch).compile()
     return Runner(f"engine {parts.dtype}", compiled, new_state(parts), (batch,), started)
 
 

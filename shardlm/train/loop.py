@@ -36,7 +36,7 @@ from shardlm.train.setup import build_engine, build_mesh, new_state, resolve_voc
 from shardlm.train.signals import StopRequest
 from shardlm.train.start import Start
 from shardlm.train.state import State
-from shardlm.train.step import Engine, batch_sharding, compile_options, make_train_step
+from shardlm.train.step import Engine, batch_sharding, make_train_step
 
 
 def train(start: Start, commands: Commands, stop: StopRequest, started: float) -> int:
@@ -132,7 +132,7 @@ class _Run:
         """The update, compiled."""
         batch = jax.eval_shape(lambda: dict(self.data.train.batch_at(0)))
         lowered = make_train_step(self.engine).lower(self.engine.abstract, batch)
-        return lowered.compile(compile_options(self.engine))
+        return lowered.compile()
 
     def _wait(self, *futures: Future[Any]) -> list[Any] | None:
         """Results of work in threads, or None as soon as the run is to stop."""

@@ -195,17 +195,6 @@ def make_train_step(engine: Engine) -> jax.stages.Wrapped:
     )
 
 
-def compile_options(engine: Engine) -> dict[str, Any] | None:
-    """XLA options for the update.
-
-    On CPU, jax 0.12 brought fusions around matrix products that cost more than they save: without
-    them the update is 6% faster and takes 110 MiB less (docs/log.md).
-    """
-    on_cpu = engine.mesh.devices.flat[0].platform == "cpu"
-    without = {"xla_cpu_experimental_ynn_fusion_type": ""}
-    return without if on_cpu and jax.__version_info__[:2] == (0, 12) else None
-
-
 def make_eval_step(engine: Engine) -> jax.stages.Wrapped:
     """A jitted function of (params, batch): sum of the negative log likelihoods, and tokens."""
     par = Parallel(engine.rules, gather_weights=engine.config.mesh.shard_params != "none")
