@@ -97,6 +97,7 @@ def engine_config(shape: Shape, dtype: str) -> Config:
             vocab=shape.vocab,
             dtype=dtype,  # type: ignore[arg-type]
             scan_unroll=0,
+            attention_block=64,  # As the reference.
         ),
         data=DataConfig(length=shape.length),
         train=TrainConfig(batch=shape.batch, micro_batch=shape.batch // shape.micro_batches),
