@@ -55,7 +55,8 @@ class Console:
             mean = sum(self._seconds) / len(self._seconds)
             parts.append(f"{duration(mean * (self._steps - record['step']))} left")
         if record["skipped"]:
-            parts.append("skipped: gradients are not finite")
+            some = record["tokens_per_second"] > 0
+            parts.append(f"skipped: {'gradients are not finite' if some else 'nothing to predict'}")
         return "  ".join(parts)
 
     def _counted(self, step: int) -> str:

@@ -1,4 +1,4 @@
-"""Optimization, as optax transformations that do not need the rest of shardlm."""
+"""Optimization, as optax transformations; only `make_optimizer` knows shardlm's configuration."""
 
 from shardlm.optim.accumulate import (
     Accumulated,
