@@ -131,8 +131,7 @@ class _Run:
     def _compile(self) -> Any:
         """The update, compiled."""
         batch = jax.eval_shape(lambda: dict(self.data.train.batch_at(0)))
-        lowered = make_train_step(self.engine).lower(self.engine.abstract, batch)
-        return lowered.compile()
+        return make_train_step(self.engine).lower(self.engine.abstract, batch).compile()
 
     def _wait(self, *futures: Future[Any]) -> list[Any] | None:
         """Results of work in threads, or None as soon as the run is to stop."""
