@@ -1,8 +1,8 @@
 """The configuration: every key, its type, its default and its help, and nothing else.
 
-Frozen dataclasses are the only place where a key is defined. `jsonargparse` turns them into YAML
-keys and flags of the same dotted names. This module imports no jax, so that `--help` is immediate
-and a mistake is reported before any device is touched.
+Frozen dataclasses are the only place where a key is defined. `shardlm.arguments` makes them YAML
+keys and flags of the same dotted names, with jsonargparse. This module imports no jax, so that
+`--help` is immediate and a mistake is reported before any device is touched.
 
 Values are checked in `shardlm.validation`, and against the mesh in `shardlm.mesh.axes`.
 """

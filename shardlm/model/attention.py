@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int
 
 from shardlm.config import ConfigError, ModelConfig
 from shardlm.model.blockwise import UNROLLED, blockwise
@@ -19,29 +20,29 @@ from shardlm.model.scores import MASKED, Rules, scores, visible
 
 
 def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array,
-    kv_segments: Array,
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B S G K"],
+    v: Float[Array, "B S G K"],
+    q_segments: Int[Array, "B T"],
+    kv_segments: Int[Array, "B S"],
     rules: Rules = Rules(),
     implementation: str = "xla",
-    q_start: Array | int = 0,
-) -> Array:
+    q_start: Int[Array, ""] | int = 0,
+) -> Float[Array, "B T H K"]:
     """Softmax attention, scaled by 1/sqrt(K).
 
     Args:
-      q: [B, T, H, K].
-      k, v: [B, S, G, K].
-      q_segments: [B, T] int, 0 for padding.
-      kv_segments: [B, S] int, 0 for padding.
+      q: queries.
+      k, v: keys and values.
+      q_segments: the document of each query, 0 for padding.
+      kv_segments: the document of each key, 0 for padding.
       rules: window and soft-cap.
       implementation: "xla" (all scores at once), "blockwise" (a block of scores at a time, forward
         and backward) or "cudnn" (needs an NVIDIA GPU).
       q_start: index of the first query among the keys.
 
     Returns:
-      [B, T, H, K] in the dtype of `v`. Scores and softmax are fp32 in all of them.
+      One vector a query, in the dtype of `v`. Scores and softmax are fp32 in all of them.
 
     Raises:
       ConfigError: the implementation cannot honour the request.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Int
 
 from shardlm.model.scores import MASKED, Rules, products, scores, softcap_slope, visible
 from shardlm.parallel.collectives import match_varying
@@ -29,10 +30,16 @@ _TINY = 1e-30
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def blockwise(q: Array, k: Array, v: Array, segments: Array, rules: Rules) -> Array:
+def blockwise(
+    q: Float[Array, "B G R T K"],
+    k: Float[Array, "B G T K"],
+    v: Float[Array, "B G T K"],
+    segments: Int[Array, "B T"],
+    rules: Rules,
+) -> Float[Array, "B G R T K"]:
     """Causal self-attention; T a multiple of the block when it has more than `UNROLLED` blocks.
 
-    Returns [B, G, R, T, K] in the dtype of `v`; zeros where a query sees nothing.
+    Returns one vector a query, in the dtype of `v`; zeros where a query sees nothing.
     """
     return _forward(q, k, v, segments, rules)[0]
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jaxtyping import Float, Float32, Int
 
 from shardlm.config import ModelConfig
 from shardlm.model.attention import attend
@@ -116,8 +117,8 @@ class Norm(nnx.Module):
         return y.astype(x.dtype)
 
 
-def rope_frequencies(model: ModelConfig) -> tuple[Array, float]:
-    """Angle per position of each pair of a head's numbers, [K/2] fp32, and what scales cos and sin.
+def rope_frequencies(model: ModelConfig) -> tuple[Float32[Array, "pairs"], float]:
+    """Angle per position of each of the K/2 pairs of a head's numbers, and what scales cos and sin.
 
     linear: Chen et al., arXiv 2306.15595. llama3: frequencies slower than `low` rotations over the
     original length are stretched, faster than `high` left, between them blended. yarn: Peng et al.,
@@ -150,8 +151,10 @@ def rope_frequencies(model: ModelConfig) -> tuple[Array, float]:
     return stretch * stretched + (1 - stretch) * frequency, 0.1 * math.log(rope.factor) + 1
 
 
-def rope_table(model: ModelConfig, positions: Array) -> tuple[Array, Array]:
-    """What `rotate` multiplies by: cos and signed sin [B, T, 1, K] of the angle of each number.
+def rope_table(
+    model: ModelConfig, positions: Int[Array, "B T"]
+) -> tuple[Float32[Array, "B T 1 K"], Float32[Array, "B T 1 K"]]:
+    """What `rotate` multiplies by: cos and signed sin of the angle of each number.
 
     In fp32: bf16 cannot tell positions above 256 apart.
     """
@@ -161,8 +164,12 @@ def rope_table(model: ModelConfig, positions: Array) -> tuple[Array, Array]:
     return jnp.concatenate([cos, cos], -1), jnp.concatenate([-sin, sin], -1)
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate pairs (i, i + K/2) of [B, T, H, K] by their angles, in fp32."""
+def rotate(
+    x: Float[Array, "B T H K"],
+    cos: Float32[Array, "B T 1 K"],
+    sin: Float32[Array, "B T 1 K"],
+) -> Float[Array, "B T H K"]:
+    """Rotate the pairs (i, i + K/2) of each head by their angles, in fp32."""
     y = x.astype(jnp.float32)
     return (y * cos + jnp.roll(y, y.shape[-1] // 2, -1) * sin).astype(x.dtype)
 
@@ -236,7 +243,7 @@ def add_bias_once(linear: Linear, x: Array, par: Parallel) -> Array:
 
 
 @jax.custom_vjp
-def swiglu(gate: Array, up: Array) -> Array:
+def swiglu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
     """silu(gate) · up (Shazeer, arXiv 2002.05202).
 
     The derivative is written out so that the two operands are all that the backward pass keeps.

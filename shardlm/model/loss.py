@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Float, Float32, Int
 
 from shardlm.model.scores import MASKED, softcap_slope
 from shardlm.parallel.collectives import Parallel, match_varying
@@ -33,13 +34,15 @@ class Loss(NamedTuple):
     objective: Array
     """What is differentiated: `nll` and the z-loss."""
     nll: Array
-    """Sum of the negative log likelihoods, in nats."""
+    """Sum of the negative log likelihoods, in nats; to report: it has no gradient."""
     tokens: Array
     """Tokens with a target, int32."""
 
 
-def capped_logits(x: Array, kernel: Array, vocab: int, softcap: float, par: Parallel) -> Array:
-    """fp32 logits [N, V] of x [N, D] and kernel [D, V]; padding rows are `MASKED`."""
+def capped_logits(
+    x: Float[Array, "N D"], kernel: Float[Array, "D V"], vocab: int, softcap: float, par: Parallel
+) -> Float32[Array, "N V"]:
+    """Logits of hidden states; those of padding are `MASKED`."""
     logits = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
     if softcap:
         logits = softcap * jnp.tanh(logits / softcap)
@@ -51,7 +54,11 @@ def capped_logits(x: Array, kernel: Array, vocab: int, softcap: float, par: Para
 
 
 def next_token_loss(
-    x: Array, kernel: Array, targets: Array, rules: LossRules, par: Parallel
+    x: Float[Array, "N D"],
+    kernel: Float[Array, "D V"],
+    targets: Int[Array, "N"],
+    rules: LossRules,
+    par: Parallel,
 ) -> Loss:
     """Cross-entropy of the next token, summed.
 
@@ -60,15 +67,15 @@ def next_token_loss(
     `model` only one maximum, one sum and one target logit a token travel.
 
     Args:
-      x: [N, D], final hidden states.
-      kernel: [D, V].
-      targets: [N] int, -1 where there is no loss.
+      x: final hidden states.
+      kernel: of the head.
+      targets: -1 where there is no loss.
 
     Returns:
       Sums over the N tokens; all zero, with zero gradients, when no token has a target.
     """
     objective, nll = _loss(x, kernel, targets, rules, par)
-    return Loss(objective, nll, (targets >= 0).sum(dtype=jnp.int32))
+    return Loss(objective, jax.lax.stop_gradient(nll), (targets >= 0).sum(dtype=jnp.int32))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jaxtyping import Bool, Float, Float32, Int
 
 MASKED = -1e30
 """A score that softmax takes for nothing; finite, so that a row of nothing has no NaN."""
@@ -22,9 +23,13 @@ class Rules(NamedTuple):
 
 
 def visible(
-    q_index: Array, kv_index: Array, q_segments: Array, kv_segments: Array, window: int
-) -> Array:
-    """Which key each query sees: [B, T, S] from indices [T], [S] and segments [B, T], [B, S]."""
+    q_index: Int[Array, "T"],
+    kv_index: Int[Array, "S"],
+    q_segments: Int[Array, "B T"],
+    kv_segments: Int[Array, "B S"],
+    window: int,
+) -> Bool[Array, "B T S"]:
+    """Which key each query sees."""
     back = q_index[:, None] - kv_index[None, :]
     seen = back >= 0
     if window:
@@ -33,8 +38,10 @@ def visible(
     return seen & same & (kv_segments != 0)[:, None, :]
 
 
-def products(q: Array, k: Array) -> Array:
-    """fp32 products [B, G, R, T, S] of q [B, G, R, T, K] and k [B, G, S, K]."""
+def products(
+    q: Float[Array, "B G R T K"], k: Float[Array, "B G S K"]
+) -> Float32[Array, "B G R T S"]:
+    """Of each query with each key."""
     b, g, r, t, d = q.shape
     # One product for all heads of a group: CPU libraries do not see through five dims.
     product = jnp.einsum(
@@ -46,12 +53,14 @@ def products(q: Array, k: Array) -> Array:
     return product.reshape(b, g, r, t, -1)
 
 
-def scores(q: Array, k: Array, softcap: float) -> Array:
+def scores(
+    q: Float[Array, "B G R T K"], k: Float[Array, "B G S K"], softcap: float
+) -> Float32[Array, "B G R T S"]:
     """`products` scaled by 1/sqrt(K) and capped."""
     x = products(q, k) * (1 / math.sqrt(q.shape[-1]))
     return softcap * jnp.tanh(x / softcap) if softcap else x
 
 
-def softcap_slope(x: Array, softcap: float) -> Array:
+def softcap_slope(x: Float32[Array, "*shape"], softcap: float) -> Float32[Array, "*shape"]:
     """Derivative of the soft-cap by its result; where it is out of range (`MASKED`), zero."""
     return jnp.maximum(1 - (x / softcap) ** 2, 0.0)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jaxtyping import Float, Int
 
 from shardlm.config import ModelConfig
 from shardlm.model.layers import Cache, Context, Layer, Norm, dropout, normal, rope_table
@@ -151,35 +152,36 @@ class Transformer:
     def hidden(
         self,
         params: Params,
-        tokens: Array,
-        positions: Array,
-        segments: Array,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
         par: Parallel,
         dtype: jnp.dtype,
         attention: str = "xla",
         remat: str = "none",
         dropout_key: Array | None = None,
-        rows: Array | None = None,
+        rows: Int[Array, "B"] | None = None,
         caches: Cache | None = None,
-        kv_segments: Array | None = None,
-        start: Array | int = 0,
-    ) -> tuple[Array, Array, Cache | None]:
+        kv_segments: Int[Array, "B S"] | None = None,
+        start: Int[Array, ""] | int = 0,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "D V"], Cache | None]:
         """Final hidden states and the head that turns them into logits.
 
         Args:
           params: this device's part.
-          tokens, positions, segments: [B, T] int; segment 0 is padding.
+          tokens, positions: ids, and their places in their documents.
+          segments: the document of each token; 0 is padding.
           par: the mesh.
           dtype: of weights and activations.
           attention: see `attend`.
           remat: see `TrainConfig.remat`.
           dropout_key: of this update; None drops nothing.
-          rows: [B], see `Context.rows`; needed with a dropout key.
-          caches: keys and values [L, B, S, G, K] when decoding, with `kv_segments` [B, S] and the
-            index `start` of the first token.
+          rows: see `Context.rows`; needed with a dropout key.
+          caches: keys and values [L, B, S, G, K] when decoding, with the document of each key in
+            `kv_segments` and the index `start` of the first token.
 
         Returns:
-          [B, T, D] (whole over `model`), the head [D, V], and the new caches.
+          The states (whole over `model`), the head, and the new caches.
         """
         model = self.model
         embed = self._module("embed", params["embed"], par, dtype)

@@ -1,4 +1,8 @@
-"""Optimization, as optax transformations; only `make_optimizer` knows shardlm's configuration."""
+"""Optimization, as optax transformations.
+
+`make_optimizer`, `make_schedule` and `learning_rate` read shardlm's configuration; the others know
+none of its keys.
+"""
 
 from shardlm.optim.accumulate import (
     Accumulated,

@@ -217,8 +217,12 @@ _VIEWS = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 
 def regather(prim: Any, *_: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy: keep everything for the backward pass but gathered weights,
-    which would be the whole model on every device, and other views of them, which cost nothing."""
+    """A `jax.checkpoint` policy: keep everything for the backward pass but gathered weights, which
+    would be the whole model on every device.
+
+    Views (broadcasts, reshapes, transposes) are made again too, whatever they are of: one of a
+    gathered weight would keep the weight, and making one again costs next to nothing.
+    """
     return prim.name not in _VIEWS and not _gathers(prim, params)
 
 

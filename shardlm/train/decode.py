@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
+from jaxtyping import Float32, Int32
 
 from shardlm.data import Tokenizer
 from shardlm.mesh.axes import BATCH_AXES, batch_ways
@@ -119,8 +120,8 @@ def _decode(engine: Engine, sampling: Sampling) -> Any:
     )
 
 
-def sample(key: Array, logits: Array, sampling: Sampling) -> Array:
-    """One token, int32, from fp32 logits [V]."""
+def sample(key: Array, logits: Float32[Array, "V"], sampling: Sampling) -> Int32[Array, ""]:
+    """One token drawn from its logits; temperature 0 takes the likeliest."""
     if sampling.temperature == 0:
         return jnp.argmax(logits).astype(jnp.int32)
     logits = logits / sampling.temperature

@@ -80,15 +80,15 @@ def test_momentum_over_three_updates(run):
 
 
 def test_updates_are_nearly_orthogonal(run):
-    """Singular values of five quintic steps lie in about (0.7, 1.2) for all but tiny ones."""
+    """Five quintic steps take every singular value in (0.003, 1) to one in (0.681, 1.203)."""
     _, updates = run[0]
     for owner, shape in MATRICES.items():
         kernel = np.asarray(updates["layers"][owner[0]][owner[1]]["kernel"])
         for layer in range(2):
             matrix = kernel[layer].reshape(shape) / RATE / max(1.0, shape[1] / shape[0]) ** 0.5
             values = np.linalg.svd(matrix, compute_uv=False)
-            assert values.max() < 1.25, owner
-            assert values.min() > 0.6, owner
+            assert values.min() > 0.681, owner
+            assert values.max() < 1.203, owner
 
 
 def test_the_rest_gets_adamw_at_its_own_rate(run):
