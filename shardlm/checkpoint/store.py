@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-import orbax.checkpoint as ocp  # type: ignore[import-untyped]
-from orbax.checkpoint import (  # type: ignore[import-untyped]
+import orbax.checkpoint as ocp
+from orbax.checkpoint import (
     checkpoint_managers as managers,
 )
 

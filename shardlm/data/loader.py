@@ -97,7 +97,7 @@ class Loader:
         thread. Closing the generator (or dropping it) ends the thread."""
         # Imported only for those who train, and not when the first batch is drawn in a thread:
         # importing it changes `__import__` for a while, for every thread (etils.epy.lazy_imports).
-        import grain  # type: ignore[import-untyped]
+        import grain
 
         batches = iter(
             grain.MapDataset.range(start_step, sys.maxsize)
