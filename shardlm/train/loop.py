@@ -65,6 +65,13 @@ def train(start: Start, commands: Commands, stop: StopRequest, started: float) -
         run = _Run(engine, start, store, commands, stop, started)
         try:
             return run.go()
+        except BaseException:
+            # A save that fails beside what ended the run must not hide it.
+            try:
+                store.wait()
+            except SaveError as error:
+                run.console.say(str(error))
+            raise
         finally:
             run.pool.shutdown(wait=False)
 
@@ -246,9 +253,9 @@ class _Run:
             self.store.save(step, state, metadata, wait=last)
         except SaveError as error:
             if last:
-                raise TrainingError(
-                    f"{error}. The run can go on from checkpoint {self.store.latest()}"
-                ) from error
+                latest = self.store.latest()
+                whence = "its beginning" if latest is None else f"checkpoint {latest}"
+                raise TrainingError(f"{error}. The run can go on from {whence}") from error
             self.console.say(str(error))
 
     def _end(self, step: int, state: State) -> None:

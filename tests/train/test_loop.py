@@ -91,6 +91,26 @@ def test_a_failed_save_is_said_and_the_next_one_works(runs, tmp_path, monkeypatc
     assert CheckpointStore(tmp_path / "checkpoints").steps() == [4, 6]
 
 
+def test_a_save_that_fails_does_not_hide_what_ended_the_run(runs, tmp_path, monkeypatch, capsys):
+    wait, failures = CheckpointStore.wait, ["checkpoint 2 was not saved: disk is full"]
+
+    def failing(self):
+        wait(self)
+        if self._manager is not None and failures:
+            raise SaveError(failures.pop())
+
+    def evaluated(params, stopped):
+        monkeypatch.setattr(CheckpointStore, "wait", failing)
+        return math.inf
+
+    monkeypatch.setattr(loop, "make_evaluate", lambda *_: evaluated)
+    assert runs.train(tmp_path, "--checkpoint.every_steps 2") == 1
+    said = capsys.readouterr()
+    assert "error: the validation loss after update 6 is inf" in said.err
+    assert said.err.count("\n") == 1
+    assert "checkpoint 2 was not saved: disk is full" in said.out
+
+
 def test_a_last_save_that_fails_is_a_failure(runs, tmp_path, monkeypatch, capsys):
     def failing(self, step, *args, **kwargs):
         raise SaveError(f"checkpoint {step} was not saved: disk is full")
@@ -98,7 +118,7 @@ def test_a_last_save_that_fails_is_a_failure(runs, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(CheckpointStore, "save", failing)
     assert runs.train(tmp_path) == 1
     assert capsys.readouterr().err == (
-        "error: checkpoint 6 was not saved: disk is full. The run can go on from checkpoint None\n"
+        "error: checkpoint 6 was not saved: disk is full. The run can go on from its beginning\n"
     )
 
 
