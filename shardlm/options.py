@@ -36,11 +36,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, value, good, need in (
-            ("tokens", self.tokens, self.tokens >= 1, "at least 1"),
+            ("tokens", self.tokens, 1 <= self.tokens <= 2**20, f"from 1 to {2**20}"),
             ("temperature", self.temperature, self.temperature >= 0, "at least 0"),
-            ("top_k", self.top_k, self.top_k >= 0, "at least 0"),
+            ("top_k", self.top_k, 0 <= self.top_k < 2**31, f"from 0 to {2**31 - 1}"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("seed", self.seed, 0 <= self.seed < 2**32, "from 0 to 4294967295"),
+            ("seed", self.seed, 0 <= self.seed < 2**32, f"from 0 to {2**32 - 1}"),
         ):
             if not good:
                 raise ConfigError(f"{name} is {value}: it must be {need}")

@@ -19,6 +19,11 @@ def validate(config: Config) -> None:
     """
     _check_choices(config, "")
     flat = flatten(config)
+    for key, value in flat.items():
+        for number in value if isinstance(value, tuple) else (value,):
+            most = _MOST.get(key, _INT32 if isinstance(number, int) else math.inf)
+            if isinstance(number, int | float) and number > most:
+                raise ConfigError(f"{key} is {number}: it must be at most {most}")
     for key, least in _LEAST.items():
         value = flat[key]
         if value is not None and not (math.isfinite(value) and value >= least):
@@ -47,6 +52,16 @@ def validate(config: Config) -> None:
             f"{optim.warmup_steps} train.steps {steps} leaves {steps - optim.warmup_steps}"
         )
 
+
+_INT32 = 2**31 - 1
+"""Most of a whole number: steps, positions and counts are int32 on the devices."""
+
+_MOST: dict[str, float] = {
+    "run.seed": 2**32 - 1,  # 32 bits without a sign
+    "model.dropout": 0.999,
+    "data.prefetch": 1024,
+    "eval.sample_tokens": 2**20,
+}
 
 _LEAST: dict[str, float] = {
     "run.seed": 0,
@@ -114,10 +129,9 @@ def _validate_model(model: ModelConfig) -> None:
             f"({nearest_divisible(model.embed, model.heads)} would do), or set model.head_dim"
         )
     if model.heads % model.kv:
-        divisors = [n for n in range(1, model.heads + 1) if model.heads % n == 0]
         raise ConfigError(
             f"model.kv_heads is {model.kv} and model.heads {model.heads}: kv_heads must divide "
-            f"heads (one of {', '.join(map(str, divisors))})"
+            f"heads (one of {', '.join(map(str, divisors(model.heads)))})"
         )
     if model.positions == "rotary" and model.k_dim % 2:
         raise ConfigError(f"model.head_dim is {model.k_dim}: rotary positions need an even number")
@@ -154,4 +168,10 @@ def nearest_divisible(value: int, divisor: int) -> str:
 
 def nearest_divisor(value: int, near: int) -> int:
     """The divisor of `value` closest to `near`."""
-    return min((n for n in range(1, value + 1) if value % n == 0), key=lambda n: abs(n - near))
+    return min(divisors(value), key=lambda n: abs(n - near))
+
+
+def divisors(value: int) -> list[int]:
+    """All divisors of `value`, ascending."""
+    small = [n for n in range(1, math.isqrt(value) + 1) if value % n == 0]
+    return sorted({*small, *(value // n for n in small)})

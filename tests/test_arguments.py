@@ -128,6 +128,11 @@ FLAG_MISTAKES = {
     "--model.windows 4 a": "model.windows is 'a': it must be a whole number",
     "--train.steps -1": "train.steps is -1: it must be at least 1",
     "--train.batch 6 --train.micro_batch 4": "micro_batch must divide batch",
+    # At once: divisors are not found by trying all numbers.
+    "--train.batch 2000000000 --train.micro_batch 7": "or micro_batch 8)",
+    "--model.heads 2000000000 --model.kv_heads 7 --model.head_dim 8": "kv_heads must divide heads",
+    "--model.dropout 0.9999999999": "model.dropout is 0.9999999999: it must be at most 0.999",
+    "--model.windows 4 3000000000": "windows is 3000000000: it must be at most 2147483647",
     "word": "unrecognized arguments: word (write --KEY VALUE",
     "--config /does/not/exist": "--config /does/not/exist: No such file or directory",
     "--config /": "--config /: Is a directory",
@@ -144,6 +149,17 @@ def test_mistakes_in_flags_end_in_one_message(flags, capsys):
     assert captured.err.startswith("shardlm train: ")
     assert captured.err.count("\n") == 1
     assert FLAG_MISTAKES[flags] in captured.err
+
+
+def test_every_whole_number_has_a_limit(capsys):
+    whole = [key for key, value in flatten(Config()).items() if type(value) is int]
+    assert {"run.seed", "train.steps", "data.prefetch", "eval.sample_tokens"} <= {*whole}
+    for key in whole:
+        with pytest.raises(SystemExit) as exit_:
+            parse_config([f"--{key}", f"1{'0' * 400}"])
+        assert exit_.value.code == 2
+        assert f"{key} is 1000" in capsys.readouterr().err
+    assert parse(f"--run.seed {2**32 - 1}").run.seed == 2**32 - 1
 
 
 YAML_MISTAKES = {

@@ -64,6 +64,7 @@ CONFIGURATION = {
     "--run.simulate_devices 4": ["JAX is already running with 8 cpu devices"],
     "--eval.sample_tokens 9 --data.tokenizer characters --eval.prompt X": ["eval.prompt is 'X'"],
     "--model.vocab 99": ["model.vocab is 99", "has 257 ids"],
+    "--model.layers 100000000": ["the training state of 321,600,012,360 parameters takes"],
 }
 
 

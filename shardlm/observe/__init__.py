@@ -4,7 +4,7 @@ Imports no jax: a directory that cannot be used is refused at once.
 """
 
 from shardlm.observe.console import Console
-from shardlm.observe.device import mfu, peak_flops, peak_memory
+from shardlm.observe.device import memory_limit, mfu, peak_flops, peak_memory
 from shardlm.observe.metrics import (
     DelayedMetrics,
     Fetched,
@@ -24,6 +24,7 @@ __all__ = [
     "MetricsWriter",
     "RunDirectory",
     "RunDirectoryError",
+    "memory_limit",
     "mfu",
     "peak_flops",
     "peak_memory",

@@ -4,6 +4,7 @@ Peaks are those of the makers' data sheets, dense bf16 with fp32 accumulation, f
 A device that is not listed has none: its MFU is null and never a guess.
 """
 
+import os
 import resource
 import sys
 from collections.abc import Sequence
@@ -55,6 +56,15 @@ def mfu(flops_per_second: float, devices: "Sequence[jax.Device]") -> float | Non
     peaks = [peak_flops(device.device_kind) for device in devices]
     known = [peak for peak in peaks if peak is not None]
     return flops_per_second / sum(known) if known and len(known) == len(peaks) else None
+
+
+def memory_limit(devices: "Sequence[jax.Device]") -> int | None:
+    """Bytes that each of these devices has for arrays, the least of them; None where the backend
+    does not say. Devices of a CPU have an equal part of the machine's memory each."""
+    if all(device.platform == "cpu" for device in devices):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def peak_memory(devices: "Sequence[jax.Device]") -> dict[str, int | None]:

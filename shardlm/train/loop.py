@@ -12,8 +12,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
 import jax
+from jax.errors import JaxRuntimeError
 
 from shardlm.checkpoint import CheckpointStore, SaveError, SavePolicy
+from shardlm.config import Config
 from shardlm.model.flops import flops_per_token
 from shardlm.observe import (
     Console,
@@ -32,7 +34,7 @@ from shardlm.train.evaluate import make_evaluate
 from shardlm.train.prompts import room_after
 from shardlm.train.report import describe, how_to_go_on
 from shardlm.train.resume import find_position, has_evaluation, write_config
-from shardlm.train.setup import build_engine, build_mesh, new_state, resolve_vocab
+from shardlm.train.setup import build_engine, build_mesh, check_memory, new_state, resolve_vocab
 from shardlm.train.signals import StopRequest
 from shardlm.train.start import Start
 from shardlm.train.state import State
@@ -59,21 +61,35 @@ def train(start: Start, commands: Commands, stop: StopRequest, started: float) -
     """
     config = resolve_vocab(start.config, start.data)
     engine = build_engine(config, build_mesh(config))
+    check_memory(engine)
     keep = config.checkpoint
     path = start.directory.checkpoints_path
     with contextlib.closing(CheckpointStore(path, keep.keep, keep.keep_every)) as store:
         run = _Run(engine, start, store, commands, stop, started)
         try:
             return run.go()
-        except BaseException:
+        except BaseException as ended:
             # A save that fails beside what ended the run must not hide it.
             try:
                 store.wait()
             except SaveError as error:
                 run.console.say(str(error))
+            if isinstance(ended, JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(ended):
+                raise TrainingError(_out_of_memory(config, ended)) from ended
             raise
         finally:
             run.pool.shutdown(wait=False)
+
+
+def _out_of_memory(config: Config, error: JaxRuntimeError) -> str:
+    """What to do where the compiler or a device says that memory has run out."""
+    said = str(error).partition("RESOURCE_EXHAUSTED: ")[2].partition("\n")[0]
+    remat = "" if config.train.remat == "full" else "train.remat full, "
+    return (
+        f"{said.rstrip('.')}: lower train.micro_batch ({config.micro_batch} of train.batch "
+        f"{config.train.batch}; the result stays the same), or use {remat}mesh.shard_params all or "
+        "more devices"
+    )
 
 
 class _Run:

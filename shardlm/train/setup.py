@@ -13,9 +13,11 @@ from shardlm.arguments import difference
 from shardlm.config import Config, ConfigError
 from shardlm.data import Data
 from shardlm.mesh import AxisRules, make_mesh, resolve_sizes, simulate_devices
-from shardlm.mesh.axes import check_axes, check_sizes
+from shardlm.mesh.axes import batch_ways, check_axes, check_sizes
+from shardlm.mesh.shardings import bytes_per_device
 from shardlm.model.attention import choose_implementation
 from shardlm.model.transformer import Transformer
+from shardlm.observe import memory_limit
 from shardlm.optim import make_optimizer
 from shardlm.train.state import State, abstract_state, init_state, shardings
 from shardlm.train.step import Engine
@@ -87,6 +89,34 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
     return Engine(config, mesh, rules, transformer, optimizer, abstract, dtype, attention)
 
 
+def check_memory(engine: Engine) -> None:
+    """Refuse what cannot run whatever is tuned: more state, or a larger batch, than memory.
+
+    What else an update needs (gradients, activations) is not counted.
+
+    Raises:
+      ConfigError: says what each device would hold, what it has, and what would be less.
+    """
+    config, devices = engine.config, list(engine.mesh.devices.flat)
+    limit = memory_limit(devices)
+    if limit is None:
+        return
+    # Tokens, targets, segments and positions, int32.
+    batch = config.train.batch * config.data.length * 16 // batch_ways(engine.mesh.shape)
+    state = sum(map(bytes_per_device, jax.tree.leaves(engine.abstract)))
+    if batch > limit:
+        raise ConfigError(
+            f"train.batch is {config.train.batch} and data.length {config.data.length}: one batch "
+            f"takes {batch:,} bytes a device, which has {limit:,}: lower them"
+        )
+    if state > limit:
+        raise ConfigError(
+            f"the training state of {engine.transformer.count():,} parameters takes {state:,} "
+            f"bytes a device, which has {limit:,}: make the model smaller (model.layers, "
+            "model.embed), or split it over more devices (mesh.shard_params all, mesh.model)"
+        )
+
+
 def new_state(engine: Engine) -> State:
     """The state before the first update, made sharded: the whole model is never on one device."""
     make = jax.jit(
@@ -97,7 +127,7 @@ def new_state(engine: Engine) -> State:
     on_cpu = engine.mesh.devices.flat[0].platform == "cpu"
     options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
     state: State = make.lower().compile(options)()
-    return state
+    return jax.block_until_ready(state)
 
 
 def compute_dtype(config: Config, platform: str) -> Literal["float32", "bfloat16"]:

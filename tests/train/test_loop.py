@@ -5,6 +5,7 @@ import re
 import time
 
 import pytest
+from jax.errors import JaxRuntimeError
 
 from shardlm.checkpoint import CheckpointStore, SaveError
 from shardlm.data import load_data
@@ -109,6 +110,19 @@ def test_a_save_that_fails_does_not_hide_what_ended_the_run(runs, tmp_path, monk
     assert "error: the validation loss after update 6 is inf" in said.err
     assert said.err.count("\n") == 1
     assert "checkpoint 2 was not saved: disk is full" in said.out
+
+
+def test_out_of_memory_says_what_to_do(runs, tmp_path, monkeypatch, capsys):
+    def step(state, batch):
+        # What XLA says on one device; on several CPU devices it ends the process.
+        raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes.\nOf which")
+
+    monkeypatch.setattr(loop._Run, "_compile", lambda self: step)
+    assert runs.train(tmp_path, "--train.micro_batch 6") == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: Out of memory allocating 4096 bytes: lower train.micro_batch ")
+    assert "(6 of train.batch 12; the result stays the same)" in error
+    assert error.count("\n") == 1
 
 
 def test_a_last_save_that_fails_is_a_failure(runs, tmp_path, monkeypatch, capsys):
