@@ -213,11 +213,13 @@ class OptimConfig:
     matrix_learning_rate: float = 0.02
     """Peak learning rate of the matrices that muon updates."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
-    """After warm-up. wsd: constant, then linear decay over the last `decay_steps`."""
+    """After warm-up. wsd: constant, then linear decay over the last
+    `decay_fraction`."""
     warmup_steps: int = 100
     """Updates of linear warm-up from 0."""
-    decay_steps: int | None = None
-    """Length of the decay; default: all after warm-up (wsd: a fifth of the run)."""
+    decay_fraction: float | None = None
+    """Share of `train.steps` that the decay takes, of what warm-up leaves; default: all (wsd:
+    0.2)."""
     final_fraction: float = 0.1
     """Learning rate at the end, as a fraction of the peak."""
     weight_decay: float = 0.1

@@ -31,6 +31,9 @@ def validate(config: Config) -> None:
     for key in ("model.dropout", "data.validation", "optim.b1", "optim.b2"):
         if not 0 <= flat[key] < 1:
             raise ConfigError(f"{key} is {flat[key]}: it must be at least 0 and below 1")
+    for key in ("model.norm_eps", "optim.eps"):
+        if flat[key] == 0:
+            raise ConfigError(f"{key} is 0: it must be above 0, or what is all zeros becomes NaN")
     if not 0 <= config.optim.final_fraction <= 1:
         raise ConfigError(
             f"optim.final_fraction is {config.optim.final_fraction}: it must be from 0 to 1"
@@ -46,10 +49,9 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"optim.warmup_steps is {optim.warmup_steps}, more than train.steps {steps}"
         )
-    if optim.decay_steps is not None and optim.decay_steps > steps - optim.warmup_steps:
+    if optim.decay_fraction is not None and not 0 < optim.decay_fraction <= 1:
         raise ConfigError(
-            f"optim.decay_steps is {optim.decay_steps}: after optim.warmup_steps "
-            f"{optim.warmup_steps} train.steps {steps} leaves {steps - optim.warmup_steps}"
+            f"optim.decay_fraction is {optim.decay_fraction}: it must be above 0 and at most 1"
         )
 
 
@@ -92,7 +94,6 @@ _LEAST: dict[str, float] = {
     "optim.learning_rate": 0,
     "optim.matrix_learning_rate": 0,
     "optim.warmup_steps": 0,
-    "optim.decay_steps": 1,
     "optim.weight_decay": 0,
     "optim.clip_norm": 0,
     "optim.eps": 0,

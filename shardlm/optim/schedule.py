@@ -15,8 +15,8 @@ def make_schedule(optim: OptimConfig, steps: int, peak: float) -> optax.Schedule
     0. An optax count starts at 0: `counted` turns the schedule into one of counts.
 
     After warm-up: constant; cosine (arXiv 1608.03983) or linear to `final_fraction` of the peak
-    over `decay_steps`, then constant; wsd (arXiv 2404.06395) constant, then linear over the last
-    `decay_steps`.
+    over `decay_fraction` of `steps`, then constant; wsd (arXiv 2404.06395) constant, then linear
+    over the last `decay_fraction` of `steps`. Never over more than warm-up leaves.
 
     Args:
       optim: shape of the schedule.
@@ -30,7 +30,8 @@ def make_schedule(optim: OptimConfig, steps: int, peak: float) -> optax.Schedule
     warmup = optim.warmup_steps
     left = max(steps - warmup, 1)
     floor = peak * optim.final_fraction
-    decay = optim.decay_steps or left
+    fraction = optim.decay_fraction or (0.2 if optim.schedule == "wsd" else 1.0)
+    decay = min(max(round(fraction * steps), 1), left)
     end = warmup + decay
     body: optax.Schedule
     if optim.schedule == "constant":
@@ -40,7 +41,6 @@ def make_schedule(optim: OptimConfig, steps: int, peak: float) -> optax.Schedule
     elif optim.schedule == "linear":
         body = optax.linear_schedule(peak, floor, decay)
     else:
-        decay = optim.decay_steps or min(max(steps // 5, 1), left)
         body = optax.linear_schedule(peak, floor, decay, transition_begin=left - decay)
         end = warmup + left
     rise = optax.linear_schedule(0.0, peak, max(warmup, 1))

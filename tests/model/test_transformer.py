@@ -183,7 +183,7 @@ def test_logits_match_float64(quick_jit, batch, name, attention):
     assert (np.asarray(got)[..., 13:] < -1e29).all()
 
 
-@pytest.mark.parametrize("name, remat", [("gemma", "none"), ("gpt2", "full")])
+@pytest.mark.parametrize("name, remat", [("llama", "none"), ("gemma", "none"), ("gpt2", "full")])
 def test_gradients_match_float64(quick_jit, batch, name, remat):
     """Of the mean of randomly weighted logits, by central differences of the float64 model: for
     each leaf along one random direction."""

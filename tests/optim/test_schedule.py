@@ -51,15 +51,25 @@ def test_wsd_is_constant_and_then_linear():
     rate = make_schedule(optim(schedule="wsd"), 100, 1.0)
     got = [float(rate(n)) for n in (10, 40, 80, 90, 100)]
     np.testing.assert_allclose(got, [1, 1, 1, 0.55, 0.1], rtol=1e-6)
-    rate = make_schedule(optim(schedule="wsd", decay_steps=30), 100, 1.0)
+    rate = make_schedule(optim(schedule="wsd", decay_fraction=0.3), 100, 1.0)
     np.testing.assert_allclose(rate(85), 0.55, rtol=1e-6)
     assert rate(70) == 1
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_decay_steps_ends_early_at_the_floor(name):
-    rate = make_schedule(optim(schedule=name, decay_steps=40), 100, 1.0)
+def test_a_decay_fraction_ends_early_at_the_floor(name):
+    rate = make_schedule(optim(schedule=name, decay_fraction=0.4), 100, 1.0)
     np.testing.assert_allclose([rate(30), rate(50), rate(100)], [0.55, 0.1, 0.1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd"])
+def test_a_decay_fits_into_what_warm_up_leaves(name):
+    """So that a recipe runs with any number of updates from its warm-up on."""
+    short, whole = (
+        make_schedule(optim(schedule=name, warmup_steps=80, decay_fraction=f), 100, 1.0)
+        for f in (0.2, 1.0)
+    )
+    assert [float(short(n)) for n in (80, 85, 100)] == [float(whole(n)) for n in (80, 85, 100)]
 
 
 @pytest.mark.parametrize("name", NAMES)
