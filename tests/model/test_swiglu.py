@@ -18,7 +18,7 @@ def silu(x):
 @pytest.mark.parametrize("dtype, rounding", [("float32", 2**-23), ("bfloat16", 2**-8)])
 @pytest.mark.parametrize("remat", [False, True])
 def test_value_and_gradients_match_float64(quick_jit, dtype, rounding, remat):
-    """Within 2 roundings of the largest factors; 1 - sigmoid, rounded, is multiplied by the gate."""
+    """Within 3 roundings of the largest factors; that of 1 - sigmoid is multiplied by the gate."""
     rng = np.random.default_rng(0)
     gate, up, d_out = (
         jnp.asarray(x, dtype)[None, :, None]
@@ -39,4 +39,4 @@ def test_value_and_gradients_match_float64(quick_jit, dtype, rounding, remat):
         ("d_up", got[2], silu(gate) * d_out, np.abs(gate * d_out)),
     ):
         error = np.abs(np.asarray(a, np.float64) - e)
-        assert (error <= 2 * rounding * scale + 1e-9).all(), name
+        assert (error <= 3 * rounding * scale + 1e-9).all(), name
