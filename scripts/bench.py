@@ -1,9 +1,6 @@
-"""Measure: `python scripts/bench.py step`. Prints a table and, last, one line of JSON."""
+"""Measure the engine against a step written by hand: `python scripts/bench.py step`."""
 
-import sys
-
-from shardlm.bench import main
-from shardlm.cli import leave, run
+from shardlm.cli import bench, leave, run
 
 if __name__ == "__main__":
-    leave(run(main, sys.argv[1:]))
+    leave(run(bench))

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from shardlm.arguments import parse_config, parse_options
 from shardlm.config import ConfigError
-from shardlm.options import MESH_KEYS, EvaluateOptions, GenerateOptions
+from shardlm.options import MESH_KEYS, BenchOptions, EvaluateOptions, GenerateOptions
 
 
 def train(argv: Sequence[str]) -> int:
@@ -60,7 +60,17 @@ def evaluate(argv: Sequence[str]) -> int:
     return 0
 
 
-VERBS = {"train": train, "generate": generate, "evaluate": evaluate}
+def bench(argv: Sequence[str]) -> int:
+    """Measure the engine; a table and, as the last line, one JSON object."""
+    options, _ = parse_options(BenchOptions, (), argv, "bench", _about(bench))
+    from shardlm.bench.report import print_figures
+    from shardlm.bench.step import bench_step
+
+    print_figures(options.name, bench_step(options))
+    return 0
+
+
+VERBS = {"train": train, "generate": generate, "evaluate": evaluate, "bench": bench}
 
 
 def run(verb: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,7 @@
 """The flags of the commands that use a trained model. Imports no jax."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shardlm.config import ConfigError
 
@@ -17,6 +18,24 @@ class EvaluateOptions:
     """Directory of a run."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What to measure."""
+
+    name: Literal["step"]
+    """step: the update against one written by hand, on one device."""
+    rounds: int = 10
+    """Pairs timed, one after the other."""
+    every: bool = False
+    """Choose among all 16 forms of the hand-written step, else among 5 (a quarter of the time)."""
+    only: Literal["all", "bytes", "micro_batches", "vocabulary_32k"] = "all"
+    """One workload of the table."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.rounds < 2**31:
+            raise ConfigError(f"rounds is {self.rounds}: it must be at least 2, for quartiles")
 
 
 @dataclass(frozen=True)

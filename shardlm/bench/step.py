@@ -4,7 +4,6 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +15,14 @@ from shardlm.bench.reference import Form, Shape, forms, make_step, nearest_forms
 from shardlm.bench.report import Table
 from shardlm.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from shardlm.mesh import make_mesh
+from shardlm.options import BenchOptions
 from shardlm.train.setup import build_engine, new_state
 from shardlm.train.step import make_train_step
 
 WORKLOADS = {
     "bytes": Shape(),
-    "vocabulary 32k": Shape(vocab=32768),
-    "bytes, 4 micro-batches": Shape(micro_batches=4),
+    "micro_batches": Shape(micro_batches=4),
+    "vocabulary_32k": Shape(vocab=32768),
 }
 
 
@@ -128,9 +128,7 @@ def best_form(shape: Shape, rounds: int, every: bool, say: Callable[[str], None]
     return min(times, key=lambda form: times[form])
 
 
-def bench_step(
-    rounds: int = 10, every: bool = False, only: str | None = None, say: Any = print
-) -> dict[str, Any]:
+def bench_step(options: BenchOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
     """Compare engine and reference on each workload.
 
     The ratio is the median over rounds of reference seconds over engine seconds, each pair timed
@@ -141,14 +139,13 @@ def bench_step(
     )
     figures: dict[str, Any] = {}
     for name, shape in WORKLOADS.items():
-        if only is not None and only != name:
+        if options.only not in ("all", name):
             continue
         say(f"{name}: forms of the hand-written step")
-        # Micro-batches do not change which form is fastest.
-        form = best_form(replace(shape, micro_batches=1), max(rounds // 3, 2), every, say)
+        form = best_form(shape, max(options.rounds // 3, 3), options.every, say)
         reference, ours = hand_written(shape, form), engine(shape, "auto")
         ratios = []
-        for i in range(rounds):
+        for i in range(options.rounds):
             pair = (reference, ours) if i % 2 else (ours, reference)
             for runner in pair:
                 runner.step()

@@ -1,4 +1,4 @@
-"""Devices and meshes. The only module that touches devices; nothing does at import time."""
+"""Devices and meshes. Nothing here touches a device at import time."""
 
 import math
 import os
