@@ -92,8 +92,8 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     - `data`, shard_params none: 2·4Ψ, an all-reduce of the gradients.
     - `data`, optimizer: (b + 4)Ψ, weights gathered and gradients scattered once (Rajbhandari et
       al., arXiv 1910.02054).
-    - `data`, all: k·(2b + 4)Ψ, weights gathered forward and backward, gradients scattered. The
-      embedding and the head need one gather only, so a program may stay below.
+    - `data`, all: k·(2b + 4)Ψ in the layers, weights gathered forward and backward, gradients
+      scattered; (b + 4k)Ψ outside (embedding, final norm, head), where one gather does for all.
     - `replica`: 2·4 times what a device stores, an all-reduce of the gradients.
     - `model`: k·(8·layers + 4)·(tokens of a device's micro-batch)·embed·b: a layer has 4
       all-gathers and 4 reduce-scatters (Korthikanti et al., arXiv 2205.05198), the split
@@ -132,7 +132,8 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
         elif config.mesh.shard_params == "optimizer":
             data += (weight + 4) * count
         else:
-            data += micro_batches * (2 * weight + 4) * count
+            gathers = 2 * micro_batches if path[0].key == "layers" else 1
+            data += (gathers * weight + 4 * micro_batches) * count
         replica += 8 * count / (size["data"] if "data" in axes else 1)
     tokens = config.micro_batch * config.data.length / (size["replica"] * size["data"])
     activations = micro_batches * tokens * model.embed * dtype.itemsize

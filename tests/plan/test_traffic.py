@@ -99,6 +99,7 @@ def counted(config):
 
 @every_case
 def test_bytes_are_the_least_possible(case):
+    """The minimum is exact but for sums, so that less is a fault of the count."""
     config = config_of(case)
     sent, mesh, listing = counted(config)
     total, least = bytes_by_axis(sent), minimum_bytes(config, mesh.shape)
@@ -107,7 +108,7 @@ def test_bytes_are_the_least_possible(case):
         if mesh.shape[axis] > 1:
             ratio = total[axis] / least[axis]
             print(f"{case} {axis}: {total[axis]:,.0f} of {least[axis]:,.0f}, {ratio:.4f}")
-            assert ratio <= limit, f"{axis} {ratio:.4f}:\n{listing}"
+            assert 0.99 <= ratio <= limit, f"{axis} {ratio:.4f}:\n{listing}"
 
 
 @every_case
@@ -339,9 +340,12 @@ def test_least_bytes_by_hand():
     matrices, scales = 16 * 8 + 2 * (4 * 8 * 8 + 2 * 8 * 16), 5 * 8
     assert least("none", data=4) == {"data": 3 / 4 * 8 * (matrices + scales)}
     assert least("optimizer", data=4) == {"data": 3 / 4 * (6 * matrices + 8 * scales)}
-    assert least("all", data=4) == {"data": 3 / 4 * 3 * (8 * matrices + 12 * scales)}
+    # 3 micro-batches; the embedding and the last scale are gathered once in all of them.
+    matrices_all = 3 * 8 * matrices - 5 * 2 * (16 * 8)
+    scales_all = 3 * 12 * scales - 5 * 4 * 8
+    assert least("all", data=4) == {"data": 3 / 4 * (matrices_all + scales_all)}
     both = least("all", data=4, model=2)
-    assert both["data"] == 3 / 4 * 3 * (8 * matrices / 2 + 12 * scales)
+    assert both["data"] == 3 / 4 * (matrices_all / 2 + scales_all)
     assert both["model"] == 1 / 2 * 3 * (8 * 2 + 4) * (2 * 10) * 8 * 2
     assert least("all", replica=2, data=4)["replica"] == 1 / 2 * 8 * (matrices + scales) / 4
     with pytest.raises(ConfigError, match=r"model\.dtype is auto"):
