@@ -12,7 +12,7 @@ from _pytest.capture import FDCapture
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from shardlm.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
-from shardlm.mesh import AXES, AxisRules, make_mesh
+from shardlm.mesh import AXES, make_mesh
 from shardlm.model.transformer import Transformer
 from shardlm.plan import bytes_by_axis, count_traffic, minimum_bytes
 from shardlm.train.setup import build_engine
@@ -354,9 +354,16 @@ def test_least_bytes_by_hand():
         least("all", data=3)
 
 
-def test_table_of_rules_is_the_models():
-    """What counts as replicated in the minimum is what the rules leave whole."""
-    model = ModelConfig(embed=16, heads=2, head_dim=6, vocab=16, qk_norm=True)
-    rules = AxisRules.for_model({"data": 4}, model)
-    assert rules.axes("head_dim_vector", 6) == ()
-    assert rules.axes("embed", 16) == ("data",)
+@pytest.mark.parametrize("how", ["optimizer", "all"])
+def test_what_data_does_not_divide_is_summed_once(how):
+    """Two norms of heads of 6 in each of 2 layers, on 4 devices: whole on each of them."""
+
+    def least(qk_norm):
+        model = ModelConfig(
+            layers=2, embed=16, heads=2, head_dim=6, vocab=16, qk_norm=qk_norm, dtype="bfloat16"
+        )
+        train = TrainConfig(batch=24, micro_batch=8)
+        config = Config(model=model, mesh=MeshConfig(shard_params=how), train=train)
+        return minimum_bytes(config, dict.fromkeys(AXES, 1) | {"data": 4})["data"]
+
+    assert least(qk_norm=True) - least(qk_norm=False) == 3 / 4 * 8 * (2 * 2 * 6)
