@@ -17,15 +17,19 @@ _COUNT_FLAG = "--xla_force_host_platform_device_count"
 def simulate_devices(count: int) -> None:
     """Make this process see `count` CPU devices. Call it before anything touches a device.
 
-    `XLA_FLAGS` keeps what it holds; the flag is added at its end.
+    `XLA_FLAGS` keeps what it holds; the flag is added at its end, unless it says so already. A
+    refusal leaves `XLA_FLAGS` and `jax_platforms` as they were.
 
     Raises:
       ConfigError: the backend is already up with another number or kind of devices.
     """
     if count < 1:
         raise ConfigError(f"simulate_devices is {count}: it must be at least 1")
-    before = os.environ.get("XLA_FLAGS")
-    os.environ["XLA_FLAGS"] = " ".join(filter(None, [before, f"{_COUNT_FLAG}={count}"]))
+    before, platforms = os.environ.get("XLA_FLAGS"), jax.config.values["jax_platforms"]
+    flag = f"{_COUNT_FLAG}={count}"
+    # Of several counts XLA takes the last.
+    if [f for f in (before or "").split() if f.startswith(f"{_COUNT_FLAG}=")][-1:] != [flag]:
+        os.environ["XLA_FLAGS"] = " ".join(filter(None, [before, flag]))
     jax.config.update("jax_platforms", "cpu")
     devices = jax.devices()
     if len(devices) != count or devices[0].platform != "cpu":
@@ -33,6 +37,7 @@ def simulate_devices(count: int) -> None:
             del os.environ["XLA_FLAGS"]
         else:
             os.environ["XLA_FLAGS"] = before
+        jax.config.update("jax_platforms", platforms)
         raise ConfigError(
             f"run.simulate_devices is {count}, but JAX is already running with {len(devices)} "
             f"{devices[0].platform} devices: ask for them before the first use of JAX"

@@ -16,7 +16,9 @@ except ConfigError as error:
     print("refused:", error)
 print(len(jax.devices()), jax.devices()[0].platform)
 print(os.environ.get("XLA_FLAGS"))
+print(jax.config.jax_platforms)
 """
+FLAG = "--xla_force_host_platform_device_count="
 
 
 def lines(count, flags=None, before=""):
@@ -43,20 +45,31 @@ def lines(count, flags=None, before=""):
             "--xla_force_host_platform_device_count=2",
             "--xla_force_host_platform_device_count=2 ",
         ),
+        (f"{FLAG}6 {FLAG}2", f"{FLAG}6 {FLAG}2 "),
     ],
 )
 def test_flags_are_kept(flags, kept):
-    assert lines(6, flags) == ["6 cpu", f"{kept}--xla_force_host_platform_device_count=6"]
+    assert lines(6, flags) == ["6 cpu", f"{kept}{FLAG}6", "cpu"]
+
+
+@pytest.mark.parametrize("flags", [f"{FLAG}6", f"{FLAG}2 {FLAG}6 --xla_cpu_enable_fast_math=false"])
+def test_a_flag_that_is_there_is_not_added_again(flags):
+    assert lines(6, flags) == ["6 cpu", flags, "cpu"]
+
+
+def test_twice_is_as_once():
+    assert lines(6, before="simulate_devices(6)") == ["6 cpu", f"{FLAG}6", "cpu"]
 
 
 def test_too_late():
-    refused, devices, flags = lines(6, "--xla_cpu_enable_fast_math=false", "jax.devices('cpu')")
+    refused, devices, flags, platforms = lines(
+        6, "--xla_cpu_enable_fast_math=false", "jax.devices('cpu')"
+    )
     assert refused.startswith(
         "refused: run.simulate_devices is 6, but JAX is already running with 1 cpu devices"
     )
     assert devices == "1 cpu"
-    assert flags == "--xla_cpu_enable_fast_math=false"
+    assert (flags, platforms) == ("--xla_cpu_enable_fast_math=false", "None")
     # The number that is there already is no mistake.
-    flag = "--xla_force_host_platform_device_count=3"
-    assert lines(3, flag, "jax.devices('cpu')")[0] == "3 cpu"
+    assert lines(3, f"{FLAG}3", "jax.devices('cpu')")[0] == "3 cpu"
     assert lines(0)[0] == "refused: simulate_devices is 0: it must be at least 1"
