@@ -151,6 +151,24 @@ def test_tokens_are_drawn_with_these_probabilities(sampling, kept):
 
 
 @pytest.mark.parametrize(
+    ("logits", "sampling", "kept"),
+    [
+        ([1, 3, 1, 1, 3], Sampling(top_k=1), {1}),
+        ([1, 3, 1, 1, 3], Sampling(top_k=3), {0, 1, 4}),
+        ([1, 3, 1, 1, 3], Sampling(top_k=4), {0, 1, 2, 4}),
+        ([0, 0, 0, 0, 0], Sampling(top_k=2), {0, 1}),
+        ([0, 0, 0, 0, 0], Sampling(top_p=0.5), {0, 1, 2}),
+        ([0, 0, 0, 0, 0], Sampling(top_k=4, top_p=0.5), {0, 1}),
+    ],
+)
+def test_of_equally_likely_tokens_no_more_are_kept(logits, sampling, kept):
+    logits = jnp.array(logits, jnp.float32)
+    keys = jax.random.split(jax.random.key(0), 400)
+    drawn = jax.jit(jax.vmap(lambda key: sample(key, logits, sampling)))(keys)
+    assert set(np.asarray(drawn).tolist()) == kept
+
+
+@pytest.mark.parametrize(
     ("flags", "part"),
     [
         ({"tokens": 0}, "tokens is 0: it must be at least 1"),

@@ -121,17 +121,21 @@ def _decode(engine: Engine, sampling: Sampling) -> Any:
 
 
 def sample(key: Array, logits: Float32[Array, "V"], sampling: Sampling) -> Int32[Array, ""]:
-    """One token drawn from its logits; temperature 0 takes the likeliest."""
+    """One token drawn from its logits; temperature 0 takes the likeliest.
+
+    Of equally likely tokens those of lower ids come first: exactly top_k are kept, and of top_p no
+    more than it takes.
+    """
     if sampling.temperature == 0:
         return jnp.argmax(logits).astype(jnp.int32)
     logits = logits / sampling.temperature
     if sampling.top_k:
-        kth = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[0]))[0][-1]
-        logits = jnp.where(logits < kth, -jnp.inf, logits)
+        kept = jax.lax.top_k(logits, min(sampling.top_k, logits.shape[0]))[1]
+        logits = jnp.full_like(logits, -jnp.inf).at[kept].set(logits[kept])
     if sampling.top_p < 1:
-        ordered = jnp.sort(logits, descending=True)
-        chance = jax.nn.softmax(ordered)
+        order = jnp.argsort(logits, descending=True)
+        chance = jax.nn.softmax(logits[order])
         # A token stays if those before it have not reached top_p; the likeliest always does.
-        kept = jnp.cumsum(chance) - chance < sampling.top_p
-        logits = jnp.where(logits < jnp.where(kept, ordered, jnp.inf).min(), -jnp.inf, logits)
+        stays = jnp.cumsum(chance) - chance < sampling.top_p
+        logits = logits.at[order].set(jnp.where(stays, logits[order], -jnp.inf))
     return jax.random.categorical(key, logits).astype(jnp.int32)
