@@ -21,6 +21,8 @@ class Arithmetic:
     """Rows of an update."""
     micro_batch: int
     """Rows that go through at once, over all devices."""
+    micro_batches: int
+    """Micro-batches of an update."""
     ways: int
     """Devices that the examples are split over."""
     steps: int
@@ -30,17 +32,19 @@ class Arithmetic:
     def of(cls, config: Config, sizes: Mapping[str, int], examples: int) -> "Arithmetic":
         """The counts of a configuration on a mesh."""
         ways = batch_ways(sizes)
-        return cls(examples, config.train.batch, config.micro_batch, ways, config.train.steps)
+        return cls(
+            examples,
+            config.train.batch,
+            config.micro_batch,
+            config.micro_batches,
+            ways,
+            config.train.steps,
+        )
 
     @property
     def rows_a_device(self) -> int:
         """Rows of one device's part of a micro-batch."""
         return self.micro_batch // self.ways
-
-    @property
-    def micro_batches(self) -> int:
-        """Micro-batches of an update."""
-        return self.batch // self.micro_batch
 
     @property
     def device_batches(self) -> int:
