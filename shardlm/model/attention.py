@@ -38,7 +38,8 @@ def attend(
       kv_segments: the document of each key, 0 for padding.
       rules: window and soft-cap.
       implementation: "xla" (all scores at once), "blockwise" (a block of scores at a time, forward
-        and backward) or "cudnn" (needs an NVIDIA GPU).
+        and backward) or "cudnn" (needs an NVIDIA GPU; scores a block at a time, but `rules` and
+        documents go to it as a dense mask [B, 1, T, S]).
       q_start: index of the first query among the keys.
 
     Returns:
@@ -51,11 +52,19 @@ def attend(
     return run(q, k, v, q_segments, kv_segments, rules, q_start)
 
 
-def choose_implementation(model: ModelConfig, platform: str) -> str:
+def choose_implementation(
+    model: ModelConfig, platform: str, length: int, capability: str = ""
+) -> str:
     """The implementation that a run uses.
 
+    Args:
+      model: `dtype` resolved.
+      platform: of the devices.
+      length: tokens of a row as attention sees it in training.
+      capability: CUDA compute capability of the devices, such as "9.0".
+
     Raises:
-      ConfigError: the one asked for cannot honour the model on this platform.
+      ConfigError: the one asked for cannot honour the model or the rows on these devices.
     """
     if model.attention == "cudnn":
         if platform not in ("gpu", "cuda"):
@@ -69,7 +78,25 @@ def choose_implementation(model: ModelConfig, platform: str) -> str:
                 "only; use another dtype, or auto, xla or blockwise"
             )
         _refuse_softcap(model.attention_softcap)
+        widest = 256 if _major(capability) >= 9 else 128
+        if model.k_dim % 8 or model.k_dim > widest:
+            raise ConfigError(
+                f"model.attention is cudnn and model.head_dim {model.k_dim}: cudnn's kernel takes "
+                f"a multiple of 8 up to {widest} on this GPU; use another width, or auto, xla or "
+                "blockwise"
+            )
+        if length % 2:
+            raise ConfigError(
+                f"model.attention is cudnn and rows are {length} tokens (data.length, padded to "
+                "divide over mesh.model): its gradient with a mask takes an even number; use "
+                "another length, or auto, xla or blockwise"
+            )
     return "blockwise" if model.attention == "auto" else model.attention
+
+
+def _major(capability: str) -> int:
+    digits = capability.split(".")[0]
+    return int(digits) if digits.isdigit() else 0
 
 
 def _refuse_softcap(softcap: float) -> None:

@@ -20,7 +20,7 @@ from shardlm.model.transformer import Transformer
 from shardlm.observe import memory_limit
 from shardlm.optim import make_optimizer
 from shardlm.train.state import State, abstract_state, init_state, shardings
-from shardlm.train.step import Engine
+from shardlm.train.step import Engine, padded_length
 
 FREE_TO_CHANGE = (
     "run.dir",
@@ -76,11 +76,15 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
     Raises:
       ConfigError: what the model asks for is not possible on these devices.
     """
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    platform = device.platform
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, dtype=compute_dtype(config, platform))
     )
-    attention = choose_implementation(config.model, platform)
+    length = padded_length(config.data.length, mesh.shape["model"])
+    # Devices without CUDA need not have the attribute.
+    capability = str(getattr(device, "compute_capability", ""))
+    attention = choose_implementation(config.model, platform, length, capability)
     rules = AxisRules.for_model(mesh.shape, config.model, config.mesh.shard_params)
     transformer = Transformer(config.model, config.data.length)
     optimizer = make_optimizer(config)

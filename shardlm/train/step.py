@@ -85,13 +85,19 @@ def loss_sums(
 
 def pad_sequence(batch: Batch, multiple: int) -> Batch:
     """Pad rows [B, T] to a multiple with segment 0 and no targets."""
-    pad = -batch["tokens"].shape[1] % multiple
+    length = batch["tokens"].shape[1]
+    pad = padded_length(length, multiple) - length
     if not pad:
         return batch
     return {
         k: jnp.pad(x, ((0, 0), (0, pad)), constant_values=-1 if k == "targets" else 0)
         for k, x in batch.items()
     }
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """Tokens of a row that `pad_sequence` has padded."""
+    return length + -length % multiple
 
 
 def make_gradients(engine: Engine) -> Callable[[Params, Batch, Array], Any]:

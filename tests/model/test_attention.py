@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlm.config import ConfigError, ModelConfig
+from shardlm.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig
+from shardlm.mesh import make_mesh
 from shardlm.model.attention import attend, choose_implementation
 from shardlm.model.blockwise import UNROLLED
 from shardlm.model.scores import Rules
+from shardlm.train import setup
 
 B, T, H, G, K = 3, 37, 6, 2, 4
 FORMS = {"xla": ("xla", 16), "written out": ("blockwise", 16), "loops": ("blockwise", 4)}
@@ -214,15 +216,54 @@ def test_blockwise_never_holds_all_scores(block):
 def test_cudnn_refuses_what_it_cannot_do():
     capped = ModelConfig(attention="cudnn", attention_softcap=50.0)
     with pytest.raises(ConfigError, match=r"attention_softcap 50\.0.*use auto, xla or blockwise"):
-        choose_implementation(capped, "gpu")
+        choose_implementation(capped, "gpu", 32)
     with pytest.raises(ConfigError, match=r"attention is cudnn and the devices are cpu"):
-        choose_implementation(ModelConfig(attention="cudnn"), "cpu")
+        choose_implementation(ModelConfig(attention="cudnn"), "cpu", 32)
     with pytest.raises(ConfigError, match=r"attention is cudnn and model\.dtype float32"):
-        choose_implementation(ModelConfig(attention="cudnn", dtype="float32"), "gpu")
-    assert choose_implementation(ModelConfig(attention="cudnn", dtype="bfloat16"), "gpu") == "cudnn"
+        choose_implementation(ModelConfig(attention="cudnn", dtype="float32"), "gpu", 32)
     x, segments = jnp.zeros((1, 4, 2, 8)), jnp.ones((1, 4), jnp.int32)
     with pytest.raises(ConfigError, match="soft-cap"):
         attend(x, x, x, segments, segments, Rules(softcap=50.0), "cudnn")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "length", "capability", "message"),
+    [
+        (8, 32, "8.0", None),
+        (128, 34, "8.6", None),
+        (256, 32, "9.0", None),
+        (256, 32, "10.3", None),
+        (12, 32, "9.0", r"head_dim 12: .*a multiple of 8 up to 256"),
+        (264, 32, "9.0", r"head_dim 264: .*a multiple of 8 up to 256"),
+        (136, 32, "8.9", r"head_dim 136: .*a multiple of 8 up to 128"),
+        (136, 32, "", r"head_dim 136: .*a multiple of 8 up to 128"),
+        (64, 33, "9.0", r"rows are 33 tokens \(data\.length, .*use another length, or auto"),
+    ],
+)
+def test_cudnn_shapes_are_checked_before_tracing(head_dim, length, capability, message):
+    model = ModelConfig(attention="cudnn", dtype="bfloat16", head_dim=head_dim)
+    if message is None:
+        assert choose_implementation(model, "gpu", length, capability) == "cudnn"
+    else:
+        with pytest.raises(ConfigError, match=message):
+            choose_implementation(model, "gpu", length, capability)
+
+
+def test_cudnn_is_asked_about_rows_as_padded(monkeypatch):
+    """33 tokens on 2 devices of `model` are 34 in attention."""
+    asked = []
+
+    def choose(model, platform, length, capability):
+        asked.append((platform, length, capability))
+        return "xla"
+
+    monkeypatch.setattr(setup, "choose_implementation", choose)
+    for ways in (1, 2):
+        config = Config(
+            model=ModelConfig(vocab=256), mesh=MeshConfig(model=ways), data=DataConfig(length=33)
+        )
+        setup.build_engine(config, make_mesh(config.mesh))
+    assert asked == [("cpu", 33, ""), ("cpu", 34, "")]
 
 
 def test_blockwise_refuses_to_decode():
@@ -234,4 +275,4 @@ def test_blockwise_refuses_to_decode():
 
 def test_what_was_asked_for_is_used_and_auto_is_blockwise():
     for asked, used in (("auto", "blockwise"), ("xla", "xla"), ("blockwise", "blockwise")):
-        assert choose_implementation(ModelConfig(attention=asked), "cpu") == used
+        assert choose_implementation(ModelConfig(attention=asked), "cpu", 33) == used
