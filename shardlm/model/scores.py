@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Float32, Int
 
+from shardlm.config import ModelConfig
+
 MASKED = -1e30
 """A score that softmax takes for nothing; finite, so that a row of nothing has no NaN."""
 
@@ -18,8 +20,8 @@ class Rules(NamedTuple):
     """Tokens a query sees, itself included; 0: all before it."""
     softcap: float = 0.0
     """Bound c of the scores, c·tanh(x/c); 0 is off."""
-    block: int = 64
-    """Queries of a block of the blockwise implementation."""
+    block: int = ModelConfig.attention_block
+    """Queries and keys of a block of the blockwise implementation."""
 
 
 def visible(

@@ -273,6 +273,10 @@ def test_blockwise_refuses_to_decode():
         attend(q, k, k, ones[:, :1], ones, Rules(), "blockwise", 3)
 
 
+def test_a_block_is_of_one_size_by_default():
+    assert Rules() == Rules(block=ModelConfig().attention_block)
+
+
 def test_what_was_asked_for_is_used_and_auto_is_blockwise():
     for asked, used in (("auto", "blockwise"), ("xla", "xla"), ("blockwise", "blockwise")):
         assert choose_implementation(ModelConfig(attention=asked), "cpu", 33) == used
