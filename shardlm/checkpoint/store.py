@@ -2,8 +2,8 @@
 
 A checkpoint is the directory DIRECTORY/STEP. In it `state` holds every array under its dotted path
 (`params.embed.table`), in shards that each process writes (OCDBT), and `metadata` a JSON object
-with the caller's own metadata and the path, shape and dtype of every array. A directory gets its
-final name only when it is complete.
+with the caller's own metadata and the path, shape, dtype and checksum of every array. A directory
+gets its final name only when it is complete.
 
 The store knows trees, shapes and shardings, and nothing of models.
 """
@@ -18,11 +18,11 @@ from typing import Any, NoReturn
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import (
-    checkpoint_managers as managers,
-)
+from orbax.checkpoint import checkpoint_managers as managers
 
-FORMAT = "shardlm-1"
+from shardlm.checkpoint.checksum import checksums
+
+FORMAT = "shardlm-2"
 
 _STEP = re.compile(r"0|[1-9]\d*")
 _OURS = re.compile(r"[._].*|\d+\.(broken|orbax-checkpoint-tmp.*)")
@@ -55,6 +55,8 @@ class CheckpointStore:
         self._keep_every = keep_every
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None
+        self._is_ours = False
+        """Nothing foreign was in the directory when it was first looked at."""
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending.
@@ -117,6 +119,7 @@ class CheckpointStore:
         contents = {
             "format": FORMAT,
             "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
+            "checksums": checksums(leaves),
             "metadata": json.loads(json.dumps(metadata)),
         }
         try:
@@ -173,10 +176,12 @@ class CheckpointStore:
 
         Raises:
           CheckpointError: the checkpoint is missing or damaged, or differs from the tree: an array
-            is missing, is extra, or has another shape or dtype. Found before anything is read.
+            is missing, is extra, or has another shape or dtype (found before anything is read), or
+            has not the values that were saved.
         """
         wanted = _named(abstract_state)
-        saved = self._contents(step)["leaves"]
+        contents = self._contents(step)
+        saved = contents["leaves"]
         self._compare(step, saved, {n: _describe(leaf) for n, leaf in wanted.items()}, partial)
         path = self.directory / str(step) / "state"
         try:
@@ -191,12 +196,24 @@ class CheckpointStore:
                 )
         except Exception as error:
             raise CheckpointError(
-                f"{path} cannot be read: {_first_line(error)}; remove {path.parent} to resume from "
-                "the checkpoint before it"
+                f"{path} cannot be read: {_read_failure(error)}; {self._instead(step)}"
             ) from error
+        found = checksums(restored)
+        damaged = [name for name in wanted if found[name] != contents["checksums"][name]]
+        if damaged:
+            raise CheckpointError(
+                f"{path.parent} is damaged: {', '.join(damaged[:4])} "
+                f"{'are' if len(damaged) > 1 else 'is'} not as saved; {self._instead(step)}"
+            )
         return jax.tree.unflatten(
             jax.tree.structure(abstract_state), [restored[name] for name in wanted]
         )
+
+    def _instead(self, step: int) -> str:
+        """What a user can do without the checkpoint of this step."""
+        before = [other for other in self._scan()[0] if other < step]
+        whence = f"checkpoint {max(before)}" if before else "the beginning"
+        return f"remove {self.directory / str(step)} to resume from {whence}"
 
     def _compare(
         self, step: int, saved: dict[str, Any], wanted: dict[str, Any], partial: bool
@@ -231,11 +248,13 @@ class CheckpointStore:
                     complete.append(int(name))
                 else:
                     broken[int(name)] = problem
-            elif not _OURS.fullmatch(name):
+            # What comes later, a note perhaps, is no reason to end a run.
+            elif not _OURS.fullmatch(name) and not self._is_ours:
                 raise CheckpointError(
                     f"{self.directory / name} is not a checkpoint: the directory belongs to "
                     "something else; use another run.dir"
                 )
+        self._is_ours = True
         return sorted(complete), dict(sorted(broken.items()))
 
     def _problem(self, step: int) -> str | None:
@@ -263,6 +282,10 @@ class CheckpointStore:
                 f"{path} is a checkpoint of another program or version: {FORMAT!r} is the format "
                 "that can be read"
             )
+        leaves, sums = contents.get("leaves"), contents.get("checksums")
+        known = isinstance(leaves, dict) and isinstance(sums, dict) and leaves.keys() == sums.keys()
+        if not known or not isinstance(contents.get("metadata"), dict):
+            raise CheckpointError(f"{path} is damaged: its metadata is not as saved")
         return contents
 
     def _open(self, complete: list[int], broken: Iterable[int]) -> ocp.CheckpointManager:
@@ -338,6 +361,13 @@ def _describe(leaf: Any) -> list[Any]:
 def _show(description: list[Any]) -> str:
     shape, dtype = description
     return f"({', '.join(map(str, shape))}) {dtype}"
+
+
+def _read_failure(error: BaseException) -> str:
+    """What TensorStore says last of the first cause, without its settings."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return _first_line(error).partition(" [tensorstore_spec")[0].rpartition(": ")[2]
 
 
 def _first_line(error: BaseException) -> str:

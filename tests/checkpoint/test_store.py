@@ -243,8 +243,51 @@ def test_damaged_arrays_are_named(store):
     store.save(1, state, {}, wait=True)
     for data in (store.directory / "1").rglob("d/*"):
         data.write_bytes(data.read_bytes()[: data.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match=r"1/state cannot be read: .*remove .*/1 to resume"):
+    message = r"1/state cannot be read: Requested byte range [^:]*; remove .*/1 to resume from the "
+    with pytest.raises(CheckpointError, match=message + "beginning"):
         store.restore(1, abstract(state))
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 4)])
+@pytest.mark.parametrize("bit", [0, 31])
+def test_a_flipped_bit_is_found_on_any_mesh(store, layout, bit):
+    """One of 64 x 64 numbers: the least bit of its fraction, or its sign. (Smaller arrays stand,
+    compressed, in a tree that OCDBT checks.)"""
+    values = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+
+    def placed(mesh):
+        return {"x": {"y": jax.device_put(values, sharding_of("table", mesh))}, "z": jnp.ones(9)}
+
+    store.save(1, placed(mesh_of(2, 2)), {}, wait=True)
+    like = abstract(placed(mesh_of(*layout)))
+    assert_same(store.restore(1, like), placed(mesh_of(1, 1)))
+    number = values[17, 40].tobytes()
+    places = [(f, f.read_bytes().find(number)) for f in (store.directory / "1").rglob("d/*")]
+    ((file, at),) = [(file, at) for file, at in places if at >= 0]
+    data = bytearray(file.read_bytes())
+    data[at + bit // 8] ^= 1 << bit % 8
+    file.write_bytes(data)
+    with pytest.raises(
+        CheckpointError, match=r"1 is damaged: x.y is not as saved; remove .*/1 to res"
+    ):
+        store.restore(1, like)
+
+
+def test_damaged_metadata_is_refused(store):
+    store.save(1, {"x": jnp.ones(2)}, {"tokens": 5}, wait=True)
+    path = store.directory / "1" / "metadata" / "metadata"
+    whole = json.loads(path.read_text())
+    for key in ("leaves", "checksums", "metadata"):
+        path.write_text(json.dumps({k: v for k, v in whole.items() if k != key}))
+        with pytest.raises(CheckpointError, match="is damaged: its metadata is not as saved"):
+            store.latest()
+
+
+def test_what_appears_beside_checkpoints_does_not_end_a_run(store):
+    store.save(1, {"x": jnp.ones(2)}, {}, wait=True)
+    (store.directory / "notes.txt").touch()
+    store.save(2, {"x": jnp.ones(2)}, {}, wait=True)
+    assert store.steps() == [1, 2]
 
 
 def test_foreign_contents_are_refused(tmp_path):
