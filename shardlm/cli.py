@@ -4,13 +4,16 @@ Exit status: 0 finished; 2 unusable configuration or arguments; 128+N after sign
 failure. jax, which takes seconds to load, is imported after the checks that do not need it.
 """
 
-import errno
+import contextlib
+import io
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,11 +79,17 @@ VERBS = {"train": train, "generate": generate, "evaluate": evaluate, "bench": be
 def run(verb: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status. What can be expected to go wrong ends in one
     message on standard error; anything else keeps its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A text that the terminal cannot show is no reason to fail.
+            stream.reconfigure(errors="replace")
     try:
         return verb(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        return 128 + signal.SIGPIPE
     except Exception as error:
         status = _status(error)
         if status is None:
@@ -93,8 +102,9 @@ def leave(status: int) -> NoReturn:
     """End the process. After a failure at once: a compilation that still runs in a thread cannot be
     interrupted, and Python would wait for it."""
     if status:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BrokenPipeError):
+                stream.flush()
         os._exit(status)
     sys.exit(0)
 
@@ -117,7 +127,10 @@ def _status(error: Exception) -> int | None:
     """Exit status of a failure that its message explains; None for others."""
     if isinstance(error, ConfigError):
         return 2
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+    # The disk: full, read-only, gone, or with a folder where a file belongs.
+    if isinstance(error, OSError) and (
+        error.filename or error.errno in (ENOSPC, EDQUOT, EFBIG, EIO)
+    ):
         return 1
     # Here, since they load jax: when it is not loaded yet, none of them has been raised.
     if "jax" not in sys.modules:

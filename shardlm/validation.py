@@ -5,6 +5,7 @@ What depends on the sizes of the mesh is checked in `shardlm.mesh.axes`.
 
 import dataclasses
 import math
+import re
 import typing
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ def validate(config: Config) -> None:
       ConfigError: names the key, its value, the requirement and what would do.
     """
     _check_choices(config, "")
-    flat = flatten(config)
+    flat, sources = flatten(config), config.data.sources
     for key, value in flat.items():
         for number in value if isinstance(value, tuple) else (value,):
             most = _MOST.get(key, _INT32 if isinstance(number, int) else math.inf)
@@ -42,7 +43,11 @@ def validate(config: Config) -> None:
     _validate_batch(config)
     if not config.run.dir:
         raise ConfigError("run.dir is empty: name a directory for the run")
-    if not config.data.sources:
+    for key, path in [("run.dir", config.run.dir), *(("data.sources", s) for s in sources)]:
+        # Bytes that are not UTF-8 reach Python as lone surrogates.
+        if "\0" in path or re.search("[\ud800-\udfff]", path):
+            raise ConfigError(f"{key} is {path!r}: it must be UTF-8 text without NUL")
+    if not sources:
         raise ConfigError("data.sources is empty: name at least one file, directory or glob")
     optim, steps = config.optim, config.train.steps
     if optim.warmup_steps > steps:

@@ -118,6 +118,14 @@ def test_directories_that_cannot_be_used(text, tmp_path, capsys):
     with RunDirectory.open(tmp_path / "run") as directory:
         directory.config_path.write_text("model: {layers: many}")
     assert_refused(capsys, [*argv, str(tmp_path / "run")], "config.yaml:1: model.layers is 'many'")
+    (tmp_path / "run" / "config.yaml").write_text("")
+    assert_refused(capsys, [*argv, str(tmp_path / "run")], "config.yaml is empty, though it was")
+    for name in ("metrics.jsonl", "loss.png", "tokenizer.json", "config.yaml"):
+        (tmp_path / name / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").touch(exist_ok=True)
+        assert_refused(capsys, [*argv, str(tmp_path / name)], f"{name} is a directory, where a run")
+    for name in ("a\0b", os.fsdecode(b"d\xff")):
+        assert_refused(capsys, [*argv, name], "run.dir is", "must be UTF-8 text without NUL")
 
 
 def test_mistakes_are_reported_before_jax_is_loaded(text, tmp_path):
@@ -181,6 +189,40 @@ def test_a_full_disk_is_one_message(capsys):
 
     assert cli.run(full, []) == 1
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+
+def test_a_file_that_is_gone_is_one_message(tmp_path, capsys):
+    assert cli.run(lambda argv: (tmp_path / "gone").read_text(), []) == 1
+    assert (
+        capsys.readouterr().err
+        == f"error: [Errno 2] No such file or directory: '{tmp_path}/gone'\n"
+    )
+
+
+def test_text_that_the_terminal_cannot_show():
+    code = (
+        "from shardlm.cli import *; leave(run(lambda argv: print('caf\\u00e9 \\ufffd') or 0, []))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (result.stdout, result.stderr) == ("caf? ?\n", "")
+
+
+def test_output_that_nobody_reads():
+    code = "from shardlm.cli import *; leave(run(lambda argv: print('a' * 10**6) or 0, []))"
+    command = (
+        f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} | head -c 1; exit ${{PIPESTATUS[0]}}"
+    )
+    result = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (141, "a", "")
 
 
 def test_commands_are_quoted_and_can_be_typed_again(monkeypatch, tmp_path):
@@ -258,7 +300,7 @@ def test_usage(capsys):
         cli.main(["--help"])
     assert end.value.code == 0
     output = capsys.readouterr().out
-    for verb in ("train", "generate", "evaluate"):
+    for verb in ("train", "generate", "evaluate", "bench"):
         assert re.search(rf"^  {verb} +\w", output, re.MULTILINE)
         assert (ROOT / "scripts" / f"{verb}.py").is_file()
     code = "from shardlm.cli import main; main(['trian'])"

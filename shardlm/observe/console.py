@@ -2,7 +2,7 @@
 
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 
@@ -12,16 +12,24 @@ class Console:
     The time left is the mean of the last updates, without the first one, which compiles.
     """
 
-    def __init__(self, steps: int, every: int, stream: TextIO | None = None):
+    def __init__(
+        self,
+        steps: int,
+        every: int,
+        stream: TextIO | None = None,
+        closed: Callable[[], None] = lambda: None,
+    ):
         """
         Args:
           steps: updates of the whole run.
           every: updates from one line to the next.
           stream: default: standard output.
+          closed: called for each line that nobody can read any more (`| head`).
         """
         self._steps = steps
         self._every = every
         self._stream = sys.stdout if stream is None else stream
+        self._closed = closed
         self._seconds: deque[float] = deque(maxlen=50)
         self._seen = 0
 
@@ -40,7 +48,10 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line at once."""
-        print(text, file=self._stream, flush=True)
+        try:
+            print(text, file=self._stream, flush=True)
+        except BrokenPipeError:
+            self._closed()
 
     def _line(self, record: Mapping[str, Any]) -> str:
         parts = [

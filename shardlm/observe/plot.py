@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 from pathlib import Path
 
 from shardlm.observe.metrics import read_metrics
@@ -36,8 +37,11 @@ def plot_loss(metrics: str | Path, picture: str | Path, title: str = "") -> bool
     axes.plot(steps, losses, linewidth=1, color="tab:blue", label="training")
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), "o-", color="tab:orange", label="validation")
-    axes.set(xlabel="updates", ylabel="loss (nats a token)", title=title)
+    axes.set(xlabel="updates", ylabel="loss (nats a token)")
+    axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(picture)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # In the title.
+        figure.savefig(picture)
     return True

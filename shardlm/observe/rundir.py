@@ -107,6 +107,11 @@ class RunDirectory:
             return None
         except (OSError, UnicodeDecodeError) as error:
             raise RunDirectoryError(f"{self.config_path} cannot be read: {error}") from error
+        if not text.strip():
+            raise RunDirectoryError(
+                f"{self.config_path} is empty, though it was written whole: restore it, or name "
+                "another run.dir"
+            )
         return from_yaml(text, str(self.config_path))
 
     def write_config(self, config: Config) -> None:
@@ -122,6 +127,10 @@ class RunDirectory:
                 f"run.dir is {self.path}, which is not empty, and run.fresh is true: name another "
                 "directory, or leave out run.fresh to resume"
             )
+        files = self.config_path, self.metrics_path, self.tokenizer_path, self.picture_path
+        for path in files:
+            if path.is_dir():
+                raise RunDirectoryError(f"{path} is a directory, where a run has a file: remove it")
         if self.config_path.name not in names:
             raise RunDirectoryError(
                 f"run.dir is {self.path}, which is not empty and has no config.yaml, so it is no "

@@ -6,6 +6,7 @@ Its directory and data come from `shardlm.train.start`.
 import contextlib
 import itertools
 import math
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -107,7 +108,11 @@ class _Run:
         self.engine, self.config = engine, engine.config
         self.start, self.data, self.store = start, start.data, store
         self.commands, self.stop, self.started = commands, stop, started
-        self.console = Console(self.config.train.steps, self.config.run.log_every_steps)
+        self.console = Console(
+            self.config.train.steps,
+            self.config.run.log_every_steps,
+            closed=lambda: stop.request(signal.SIGPIPE),
+        )
         self.per_token = flops_per_token(self.config.model, self.config.data.length)
         validation = self.data.validation
         self.evaluate = make_evaluate(engine, validation) if validation else None

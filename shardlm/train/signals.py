@@ -6,18 +6,13 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 
-def interrupt() -> None:
-    """What Python does on SIGINT."""
-    raise KeyboardInterrupt
-
-
 class StopRequest:
     """Notes SIGTERM and SIGINT while it is entered, in the main thread.
 
     `signal` is the number of the first signal, 0 for none. A SIGINT after that does not wait.
     """
 
-    def __init__(self, at_once: Callable[[], None] = interrupt) -> None:
+    def __init__(self, at_once: Callable[[], None]) -> None:
         """
         Args:
           at_once: called, in the signal handler, on a SIGINT that follows another signal.
@@ -43,4 +38,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal and number == signal.SIGINT:
             self._at_once()
+        self.request(number)
+
+    def request(self, number: int) -> None:
+        """Stop as if this signal had come."""
         self.signal = self.signal or number

@@ -57,6 +57,7 @@ def test_the_loss_curve_is_a_picture(tmp_path):
     assert plot_loss(metrics, picture, title="run")
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
     assert picture.read_bytes() != plain, "the evaluation is drawn"
+    assert plot_loss(metrics, picture, title="d$x_{$y 数据"), "a name, not mathematics"
 
 
 def test_neither_jax_nor_matplotlib_is_loaded_before_it_is_needed():

@@ -107,8 +107,25 @@ CheckpointStore.save = slow
     assert "stopped by signal" not in output
 
 
+def test_a_reader_that_leaves_ends_the_run_as_a_signal_would(runs, finished, tmp_path):
+    """As in `| head -1`: what was made is saved, and the run goes on from there."""
+    with runs.process(tmp_path / "run", f"{FLAGS} --run.log_every_steps 1") as process:
+        while not process.stdout.readline().startswith("step 1/6"):
+            pass
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 128 + signal.SIGPIPE
+    (step,) = CheckpointStore(tmp_path / "run" / "checkpoints").steps()[-1:]
+    assert 1 <= step < 6
+    assert runs.train(tmp_path / "run", FLAGS) == 0
+    assert runs.figures(tmp_path / "run") == runs.figures(finished(tmp_path / "whole"))
+
+
 def test_the_first_signal_counts():
-    with StopRequest() as stop:
+    def at_once():
+        raise KeyboardInterrupt
+
+    with StopRequest(at_once) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal == signal.SIGTERM
