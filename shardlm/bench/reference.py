@@ -177,8 +177,9 @@ def _plain(q: Array, k: Array, v: Array) -> Array:
 
 
 def _blockwise(q: Array, k: Array, v: Array) -> Array:
-    q, k, v = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (q, k, v))
-    return _flash(q, k, v)
+    b, t, h, d = q.shape
+    q, k, v = (x.swapaxes(1, 2).reshape(b * h, t, d) for x in (q, k, v))
+    return _flash(q, k, v).reshape(b, h, t, d).swapaxes(1, 2)
 
 
 _BLOCK = 64
