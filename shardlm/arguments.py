@@ -19,7 +19,7 @@ import jsonargparse
 import yaml
 
 from shardlm.config import Config, ConfigError, flatten
-from shardlm.keys import Kind, Loader, kinds, plain, sections
+from shardlm.keys import UNREADABLE, Kind, Loader, kinds, plain, sections
 from shardlm.validation import validate
 
 T = TypeVar("T")
@@ -253,7 +253,9 @@ def _read(text: str, name: str) -> dict[str, Any]:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{name}{line}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{name}: not valid YAML: {reason}") from None
     return {key: value for key, (_, value) in seen.items()}

@@ -8,8 +8,8 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import math
 import re
+import sys
 import textwrap
 import types
 import typing
@@ -83,7 +83,7 @@ class Kind:
             hint = f" (write {int(value)})" if number and value == value // 1 else ""
             self._refuse(value, f"a whole number{hint}")
         elif kind is float:
-            if number and math.isfinite(value):
+            if number and abs(value) <= sys.float_info.max:
                 return float(value)
             self._refuse(value, "a finite number")
         elif self.choices:
@@ -132,11 +132,15 @@ Loader.add_implicit_resolver(
 )
 
 
+UNREADABLE = (yaml.YAMLError, ValueError, AttributeError, RecursionError)
+"""What PyYAML raises: also for numbers of thousands of digits, and for tags that do not fit."""
+
+
 def scalar(text: str) -> Any:
     """A flag's text as YAML; what is not YAML is text."""
     try:
         return yaml.load(text, Loader=Loader)
-    except yaml.YAMLError:
+    except UNREADABLE:
         return text
 
 

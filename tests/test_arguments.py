@@ -133,6 +133,9 @@ FLAG_MISTAKES = {
     "--model.heads 2000000000 --model.kv_heads 7 --model.head_dim 8": "kv_heads must divide heads",
     "--model.dropout 0.9999999999": "model.dropout is 0.9999999999: it must be at most 0.999",
     "--model.windows 4 3000000000": "windows is 3000000000: it must be at most 2147483647",
+    f"--model.layers {'9' * 5000}": "it must be a whole number",
+    f"--optim.eps {'9' * 400}": "it must be a finite number",
+    f"--train.steps {'[' * 3000}": "it must be a whole number",
     "word": "unrecognized arguments: word (write --KEY VALUE",
     "--config /does/not/exist": "--config /does/not/exist: No such file or directory",
     "--config /": "--config /: Is a directory",
@@ -181,6 +184,10 @@ YAML_MISTAKES = {
     "? [a]\n: 1": ":1: ? is not a key",
     "a: 1\n---\nb: 2": "not valid YAML",
     "a: \x07": "not valid YAML",
+    f"model: {{layers: {'9' * 5000}}}": "not valid YAML",
+    f"model: {{layers: {'[' * 3000}}}": "not valid YAML",
+    "train: {steps: !!int abc}": "not valid YAML",
+    "run: {dir: !!timestamp foo}": "not valid YAML",
     "run: {dir: !!python/object:os.system x}": "not valid YAML",
 }
 

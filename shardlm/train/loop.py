@@ -282,8 +282,9 @@ class _Run:
     def _end(self, step: int, state: State) -> None:
         """Save the last state; after the last update, check it, draw the curve and sample."""
         if step and not self.stop.signal:
-            # Skipped updates changed nothing: what they left is as good as its validation loss.
-            if self.consecutive and self.eval_loss is None:
+            # Skipped updates changed nothing: what they left is as good as its validation loss,
+            # unless no other was ever made.
+            if self.consecutive and (self.eval_loss is None or self.consecutive == step):
                 self._fail(step)
             if self.eval_loss is not None and not math.isfinite(self.eval_loss):
                 raise TrainingError(

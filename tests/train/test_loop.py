@@ -157,6 +157,15 @@ def test_a_rate_that_destroys_the_model_ends_the_run(runs, tmp_path, capsys):
     assert not (tmp_path / "checkpoints").exists()
 
 
+def test_a_run_that_made_no_update_is_a_failure(runs, tmp_path, capsys):
+    """The untouched state evaluates well; it is what there was before the run."""
+    for _ in range(2):
+        assert runs.train(tmp_path, "--train.z_loss 1e38") == 1
+        error = capsys.readouterr().err
+        assert "the gradients of the last 6 updates, up to 6, are not finite" in error
+    assert CheckpointStore(tmp_path / "checkpoints").latest() is None
+
+
 def test_a_last_update_that_is_skipped_loses_nothing(runs, tmp_path, monkeypatch, capsys):
     """It left the parameters as they were; the evaluation after it says that they are sound."""
     compile_ = loop._Run._compile
