@@ -56,7 +56,12 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, value, good, need in (
             ("tokens", self.tokens, 1 <= self.tokens <= 2**20, f"from 1 to {2**20}"),
-            ("temperature", self.temperature, self.temperature >= 0, "at least 0"),
+            (
+                "temperature",
+                self.temperature,
+                self.temperature == 0 or self.temperature >= 1e-3,
+                "0, or at least 0.001",
+            ),
             ("top_k", self.top_k, 0 <= self.top_k < 2**31, f"from 0 to {2**31 - 1}"),
             ("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("seed", self.seed, 0 <= self.seed < 2**32, f"from 0 to {2**32 - 1}"),

@@ -135,6 +135,8 @@ def test_drawn_text_depends_on_the_seed_and_the_place_only(one):
         (Sampling(temperature=1, top_p=0.76), [0.15, 0.5, 0, 0.25]),
         (Sampling(temperature=1, top_p=0.74), [0, 0.5, 0, 0.25]),
         (Sampling(temperature=1, top_p=0.01), [0, 1, 0, 0]),
+        (Sampling(temperature=1, top_p=1e-50), [0, 1, 0, 0]),  # 0 in fp32
+        (Sampling(temperature=1e-3), [0, 1, 0, 0]),
         (Sampling(temperature=1, top_k=3, top_p=0.8), [0, 0.5, 0, 0.25]),
         (Sampling(temperature=0), [0, 1, 0, 0]),
     ],
@@ -171,8 +173,9 @@ def test_of_equally_likely_tokens_no_more_are_kept(logits, sampling, kept):
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
-        ({"tokens": 0}, "tokens is 0: it must be at least 1"),
+        ({"tokens": 0}, "tokens is 0: it must be from 1 to 1048576"),
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": 1e-40}, "temperature is 1e-40: it must be 0, or at least 0.001"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0.0}, "top_p is 0.0: it must be above 0 and at most 1"),
         ({"seed": -1}, "seed is -1"),

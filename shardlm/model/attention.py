@@ -38,8 +38,8 @@ def attend(
       kv_segments: the document of each key, 0 for padding.
       rules: window and soft-cap.
       implementation: "xla" (all scores at once), "blockwise" (a block of scores at a time, forward
-        and backward) or "cudnn" (needs an NVIDIA GPU; scores a block at a time, but `rules` and
-        documents go to it as a dense mask [B, 1, T, S]).
+        and backward) or "cudnn" (needs an NVIDIA GPU; takes what a query sees
+        as a dense mask [B, 1, T, S], so that its memory grows with T·S).
       q_start: index of the first query among the keys.
 
     Returns:

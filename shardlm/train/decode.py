@@ -136,6 +136,6 @@ def sample(key: Array, logits: Float32[Array, "V"], sampling: Sampling) -> Int32
         order = jnp.argsort(logits, descending=True)
         chance = jax.nn.softmax(logits[order])
         # A token stays if those before it have not reached top_p; the likeliest always does.
-        stays = jnp.cumsum(chance) - chance < sampling.top_p
+        stays = (jnp.cumsum(chance) - chance < sampling.top_p).at[0].set(True)
         logits = logits.at[order].set(jnp.where(stays, logits[order], -jnp.inf))
     return jax.random.categorical(key, logits).astype(jnp.int32)
