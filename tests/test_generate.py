@@ -271,7 +271,7 @@ def test_mistakes_in_run_directories(run, tmp_path, capsys):
     path, _ = run
     (tmp_path / "config.yaml").write_text("data: {sources: [x]}")
     cases = {
-        f"{tmp_path}/none": "is no run: there is no",
+        f"{tmp_path}/none": "is no run, which is a directory with a config.yaml",
         str(tmp_path): "tokenizer.json cannot be read",
         f"{path} --step 5": "step is 5, and the complete checkpoints in",
         f"{path} --mesh.data 16": "the mesh asks for 16 devices (data 16) and there are 8",

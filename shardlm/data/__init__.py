@@ -61,6 +61,11 @@ def load_data(config: Config) -> Data:
     data = config.data
     documents = read_documents(data.sources)
     tokenizer = make_tokenizer(data.tokenizer, documents)
+    if tokenizer.vocab_size < 2:
+        raise DataError(
+            f"data.tokenizer is {data.tokenizer} and the text has one distinct character, which "
+            "there is nothing to learn of: give other data.sources, or use the tokenizer bytes"
+        )
     vocab = config.model.vocab
     if vocab is not None and vocab < tokenizer.vocab_size:
         raise DataError(

@@ -52,7 +52,7 @@ class AxisRules:
 
         With `shard_params` "none", `data` splits only the batch. Biases and query/key norm scales
         (a few thousand numbers) stay whole over `data` where it does not divide them, rather than
-        limit the size of a mesh; `describe_sharding` shows it. No other dim is ever left whole.
+        limit the size of a mesh; a run says so at its start. No other dim is ever left whole.
         """
         table = dict(DIMS)
         for dim, size in (("head_dim_vector", model.k_dim), ("mlp_vector", model.mlp)):

@@ -1,5 +1,6 @@
 """The directory of a run: who may use it, and where things are in it."""
 
+import errno
 import fcntl
 import os
 import socket
@@ -131,6 +132,11 @@ class RunDirectory:
         for path in files:
             if path.is_dir():
                 raise RunDirectoryError(f"{path} is a directory, where a run has a file: remove it")
+        # Here, rather than when the first checkpoint or line is due.
+        effective = os.access in os.supports_effective_ids
+        for path in (*files, self.checkpoints_path):
+            if path.exists() and not os.access(path, os.R_OK | os.W_OK, effective_ids=effective):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         if self.config_path.name not in names:
             raise RunDirectoryError(
                 f"run.dir is {self.path}, which is not empty and has no config.yaml, so it is no "

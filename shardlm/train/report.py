@@ -1,6 +1,11 @@
 """What a run says at its start and at its end."""
 
+from typing import Any
+
+import jax
+
 from shardlm.data import Data
+from shardlm.mesh.shardings import bytes_per_device
 from shardlm.observe import RunDirectory, peak_memory
 from shardlm.train.arithmetic import Arithmetic
 from shardlm.train.commands import Commands
@@ -11,17 +16,34 @@ def describe(engine: Engine, data: Data) -> str:
     """What will be done: text, model, mesh, and the arithmetic of the updates."""
     config = engine.config
     axes = " x ".join(f"{axis} {n}" for axis, n in engine.mesh.shape.items() if n > 1)
-    kind = engine.mesh.devices.flat[0].device_kind
+    device, used = engine.mesh.devices.flat[0], engine.mesh.size
+    there = device.client.device_count()
+    devices = f"{used} {device.device_kind}"
+    if used < there:
+        devices = f"{used} of {there} {device.device_kind}, {there - used} idle"
     lines = [
         data.summary(),
         f"model       {engine.transformer.count():,} parameters, {config.model.layers} layers, "
         f"width {config.model.embed}, computing in {engine.dtype}",
-        f"mesh        {axes or 'one device'} ({engine.mesh.size} {kind})",
+        f"mesh        {axes or 'one device'} ({devices})",
         str(Arithmetic.of(config, engine.mesh.shape, data.train.rows_per_epoch)),
     ]
+    if whole := _whole_over_data(engine):
+        lines.append(
+            f"whole       {len(whole)} arrays that data does not divide, "
+            f"{sum(map(bytes_per_device, whole)):,} bytes on every device"
+        )
     if config.eval.every_steps and data.validation is None:
         lines.append("nothing is evaluated, since data.validation is 0")
     return "\n".join(lines)
+
+
+def _whole_over_data(engine: Engine) -> list[Any]:
+    """Arrays of the state that `shard_params` would split and `data` does not divide."""
+    if engine.config.mesh.shard_params == "none" or engine.mesh.shape["data"] == 1:
+        return []
+    arrays = [leaf for leaf in jax.tree.leaves(engine.abstract) if leaf.ndim]
+    return [x for x in arrays if "data" not in jax.tree.leaves(tuple(x.sharding.spec))]
 
 
 def how_to_go_on(engine: Engine, directory: RunDirectory, commands: Commands) -> str:

@@ -43,9 +43,11 @@ def open_trained(run_dir: str, mesh: Mapping[str, Any], step: int | None = None)
       CheckpointError: a checkpoint that is damaged or of another model.
     """
     directory = RunDirectory(run_dir)
-    config = directory.read_config()
+    config = directory.read_config() if directory.path.is_dir() else None
     if config is None:
-        raise ConfigError(f"{run_dir} is no run: there is no {directory.config_path}")
+        raise ConfigError(
+            f"{run_dir} is no run, which is a directory with a config.yaml: name that of a run"
+        )
     # The implementation of attention is a matter of the devices.
     config = override(config, {**mesh, "model.attention": "auto"})
     validate(config)

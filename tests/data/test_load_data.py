@@ -139,6 +139,14 @@ def test_a_vocabulary_below_the_tokenizers_is_refused(folder):
     load_data(make([folder], vocab=50_304))
 
 
+def test_one_character_alone_is_refused(tmp_path):
+    """Its loss would be 0 from the first update on."""
+    (tmp_path / "a.txt").write_text("a" * 1000)
+    data = DataConfig(sources=(str(tmp_path),), tokenizer="characters", split="tail", length=8)
+    with pytest.raises(DataError, match="characters and the text has one distinct character"):
+        load_data(Config(data=data))
+
+
 def test_too_little_text_is_refused(tmp_path):
     one = tmp_path / "one.txt"
     one.write_text("some text", encoding="utf-8")

@@ -99,6 +99,17 @@ def test_a_read_only_directory(unprivileged):
             RunDirectory.open(path)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints"])
+def test_parts_that_cannot_be_written_to_are_found_at_the_start(unprivileged, name):
+    with RunDirectory.open(unprivileged) as run:
+        run.write_config(Config())
+        run.metrics_path.touch()
+        run.checkpoints_path.mkdir()
+    (unprivileged / name).chmod(0o555)
+    with pytest.raises(RunDirectoryError, match=f"Permission denied .*{name}.; name a directory"):
+        RunDirectory.open(unprivileged)
+
+
 def test_a_damaged_configuration_names_the_line(tmp_path):
     with RunDirectory.open(tmp_path) as run:
         run.config_path.write_text("run:\n  sed: 1\n")

@@ -52,6 +52,15 @@ def test_logged_tokens_are_those_of_the_rows(runs, finished, tmp_path):
     assert [r["tokens"] for r in runs.figures(run) if "loss" in r][-1] == seen
 
 
+def test_devices_and_arrays_that_are_left_out_are_told(runs, tmp_path, capsys):
+    """Scales of q and k, of 6 numbers each, and their two moments."""
+    flags = "--mesh.data 4 --model.qk_norm true --train.steps 2 --data.validation 0"
+    assert runs.train(tmp_path, flags) == 0
+    output = capsys.readouterr().out
+    assert "mesh        data 4 (4 of 8 cpu, 4 idle)" in output
+    assert "whole       6 arrays that data does not divide, 144 bytes on every device" in output
+
+
 def test_without_validation_nothing_is_evaluated(runs, tmp_path, capsys):
     assert runs.train(tmp_path, "--data.validation 0 --eval.every_steps 2") == 0
     assert "nothing is evaluated, since data.validation is 0" in capsys.readouterr().out
