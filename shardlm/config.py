@@ -106,9 +106,10 @@ class ModelConfig:
     rope: RopeConfig = RopeConfig()
     """Rotary frequencies."""
     activation: Literal["swiglu", "geglu", "gelu", "relu2"] = "swiglu"
-    """Gated (swiglu, geglu: arXiv 2002.05202) or plain (gelu; relu2: arXiv 2109.08668)."""
+    """Gated (swiglu, geglu: arXiv 2002.05202) or plain (gelu; relu2: arXiv 2109.08668). gelu is the
+    tanh approximation."""
     bias: bool = False
-    """Biases in every linear layer and norm."""
+    """Biases in every linear layer but the output head, and in every norm."""
     qk_norm: bool = False
     """RMSNorm of queries and keys, a head at a time (arXiv 2302.05442)."""
     tied: bool = False
@@ -172,7 +173,8 @@ class DataConfig:
     sources: tuple[str, ...] = ("stdlib",)
     """Files, directories or globs of UTF-8 text; `stdlib` is the running Python's own library."""
     tokenizer: Literal["bytes", "characters"] = "bytes"
-    """bytes: 256 ids, any text; characters: one id for each character that occurs."""
+    """bytes: any text, 256 ids and one that ends a document; characters: one id for each that
+    occurs."""
     length: int = 256
     """Tokens of a row (T)."""
     validation: float = 0.1

@@ -42,7 +42,7 @@ def update_record(
       seconds: from the end of the update before to the end of this one.
       tokens_per_second: loss tokens of this update over `seconds`.
       mfu: model FLOPs over the peak of the devices; None where the peak is unknown.
-      skipped: whether the update was left out because a gradient was not finite.
+      skipped: whether the update was left out: a gradient was not finite, or no row had a target.
     """
     return {
         "step": int(step),
