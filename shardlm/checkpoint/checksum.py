@@ -13,11 +13,17 @@ def checksums(arrays: Mapping[str, Array]) -> dict[str, int]:
 
     A change of one element always changes it; any other, but for one in 2^32.
     """
-    sums = {name: _checksum(array) for name, array in arrays.items()}
-    return {name: int(value) for name, value in jax.device_get(sums).items()}
+    names = list(arrays)
+    # One program: several in flight at once can wait for each other on simulated devices.
+    sums = jax.device_get(_checksums([arrays[name] for name in names]))
+    return {name: int(value) for name, value in zip(names, sums, strict=True)}
 
 
 @jax.jit
+def _checksums(arrays: list[Array]) -> UInt32[Array, "arrays"]:
+    return jnp.stack([_checksum(x) for x in arrays])
+
+
 def _checksum(x: Array) -> UInt32[Array, ""]:
     """The sum, modulo 2^32, of the elements' bits mixed with their places.
 

@@ -28,10 +28,11 @@ def describe(engine: Engine, data: Data) -> str:
         f"mesh        {axes or 'one device'} ({devices})",
         str(Arithmetic.of(config, engine.mesh.shape, data.train.rows_per_epoch)),
     ]
-    if whole := _whole_over_data(engine):
+    whole = _whole_over_data(engine)
+    total = sum(map(bytes_per_device, whole))
+    if total > 1024:  # Constants of an optimizer are not worth a line.
         lines.append(
-            f"whole       {len(whole)} arrays that data does not divide, "
-            f"{sum(map(bytes_per_device, whole)):,} bytes on every device"
+            f"whole       {len(whole)} arrays that data does not divide, {total:,} bytes a device"
         )
     if config.eval.every_steps and data.validation is None:
         lines.append("nothing is evaluated, since data.validation is 0")

@@ -356,3 +356,14 @@ def test_a_directory_that_vanishes_while_the_run_goes_on(store):
         except SaveError:
             continue
     assert store.steps() == [2]
+
+
+def test_many_saves_of_many_arrays_on_many_devices(store):
+    """Programs that reduce over devices must not be in flight together: one would wait for
+    another."""
+    mesh = mesh_of(2, 4)
+    arrays = {str(i): jnp.full((8, 8 * (i + 1)), i, jnp.float32) for i in range(24)}
+    state = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec("data", "model")))
+    for step in range(5):
+        store.save(step, state, {}, wait=True)
+    assert_same(store.restore(4, abstract(state)), arrays)

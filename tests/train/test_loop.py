@@ -53,12 +53,19 @@ def test_logged_tokens_are_those_of_the_rows(runs, finished, tmp_path):
 
 
 def test_devices_and_arrays_that_are_left_out_are_told(runs, tmp_path, capsys):
-    """Scales of q and k, of 6 numbers each, and their two moments."""
-    flags = "--mesh.data 4 --model.qk_norm true --train.steps 2 --data.validation 0"
-    assert runs.train(tmp_path, flags) == 0
+    """Biases of gate and up, 500 numbers each, and of q, k and v; and their two moments."""
+    flags = "--model.bias true --model.mlp 500 --train.steps 2 --data.validation 0"
+    assert runs.train(tmp_path / "2", flags) == 0
     output = capsys.readouterr().out
-    assert "mesh        data 4 (4 of 8 cpu, 4 idle)" in output
-    assert "whole       6 arrays that data does not divide, 144 bytes on every device" in output
+    assert "mesh        data 2 (2 of 8 cpu, 6 idle)" in output
+    assert "whole" not in output
+    assert runs.train(tmp_path / "8", f"{flags} --mesh.data 8 --train.batch 16") == 0
+    output = capsys.readouterr().out
+    assert "mesh        data 8 (8 cpu)" in output
+    numbers = 3 * (2 * 500 + (4 + 2 + 2) * 6)
+    assert (
+        f"whole       15 arrays that data does not divide, {4 * numbers:,} bytes a device" in output
+    )
 
 
 def test_without_validation_nothing_is_evaluated(runs, tmp_path, capsys):
