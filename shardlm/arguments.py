@@ -44,13 +44,7 @@ def parse_config(
       SystemExit: status 2 after one message on standard error, for any mistake.
     """
     parser = _parser(prog, "[--config FILE.yaml] [--KEY VALUE]...", description)
-    parser.add_argument(
-        "--config",
-        action=_ConfigAction,
-        default=argparse.SUPPRESS,
-        metavar="FILE.yaml",
-        help="Read keys from a file; flags and files that come later win.",
-    )
+    _add_files(parser)
     parser.add_argument(
         "--print_config", action="store_true", help="Print the resolved configuration and exit."
     )
@@ -73,6 +67,7 @@ def parse_options(
     argv: Sequence[str] | None = None,
     prog: str = "shardlm",
     description: str = "",
+    files: bool = False,
 ) -> tuple[T, dict[str, Any]]:
     """Read a command's own flags, and some of the configuration's.
 
@@ -81,10 +76,11 @@ def parse_options(
         tuple (of text) is a flag that may be given several times.
       keys: configuration keys that are flags too; one that ends in a dot is a section.
       argv, prog, description: as for `parse_config`.
+      files: take `--config FILE.yaml` too, with any keys.
 
     Returns:
       The options, and the configuration keys with their values (defaults, where not given), for
-      `override`.
+      `override`; with `files`, all of them.
 
     Raises:
       SystemExit: status 2 after one message on standard error, for any mistake.
@@ -109,12 +105,18 @@ def parse_options(
             kind=kind,
         )
     _add_keys(parser, taken)
+    if files:
+        _add_files(parser)
+        # Known, so that a file may have them; as flags they are refused.
+        for key, kind in kinds().items():
+            if key not in taken:
+                parser.add_argument(f"--{key}", default=kind.default, help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else list(argv)
     with _one_message(prog):
-        _check_flags(argv, own | taken)
+        _check_flags(argv, own | taken, ("config",) if files else ())
         values = parser.parse_args(argv)
-        found = options(**{key: values[key] for key in own})
-    return found, {key: values[key] for key in taken}
+        found = _section(cls, {key: values[key] for key in own})
+    return found, {key: values[key] for key in (kinds() if files else taken)}
 
 
 def override(config: Config, values: Mapping[str, Any]) -> Config:
@@ -163,6 +165,16 @@ def _parser(prog: str, usage: str, description: str) -> jsonargparse.ArgumentPar
         allow_abbrev=False,
         exit_on_error=False,
         print_config=None,
+    )
+
+
+def _add_files(parser: jsonargparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        action=_ConfigAction,
+        default=argparse.SUPPRESS,
+        metavar="FILE.yaml",
+        help="Read keys from a file; flags and files that come later win.",
     )
 
 
@@ -314,16 +326,18 @@ def _suggestion(key: str, keys: Iterable[str], before: str = "") -> str:
 
 
 def _build(flat: Mapping[str, Any]) -> Config:
-    def section(cls: Any, prefix: str) -> Any:
-        hints = typing.get_type_hints(cls)
-        values = {}
-        for f in dataclasses.fields(cls):
-            if dataclasses.is_dataclass(hints[f.name]):
-                values[f.name] = section(hints[f.name], f"{prefix}{f.name}.")
-            elif prefix + f.name in flat:
-                values[f.name] = flat[prefix + f.name]
-        return cls(**values)
-
-    config = section(Config, "")
+    config = _section(Config, flat)
     assert isinstance(config, Config)
     return config
+
+
+def _section(cls: Any, flat: Mapping[str, Any], prefix: str = "") -> Any:
+    """A dataclass, and those in it, from dotted keys."""
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for f in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(hints[f.name]):
+            values[f.name] = _section(hints[f.name], flat, f"{prefix}{f.name}.")
+        elif prefix + f.name in flat:
+            values[f.name] = flat[prefix + f.name]
+    return cls(**values)

@@ -9,6 +9,7 @@ import io
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -17,23 +18,64 @@ from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from pathlib import Path
 from typing import NoReturn
 
-from shardlm.arguments import parse_config, parse_options
-from shardlm.config import ConfigError
-from shardlm.options import MESH_KEYS, BenchOptions, EvaluateOptions, GenerateOptions
+from shardlm.arguments import override, parse_config, parse_options
+from shardlm.config import Config, ConfigError
+from shardlm.options import (
+    MESH_KEYS,
+    BenchOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    PrepareOptions,
+)
+from shardlm.validation import validate
 
 
 def train(argv: Sequence[str]) -> int:
     """Train a model, or resume a run."""
     started = _process_start()
     config = parse_config(argv, "train", _about(train))
+    from shardlm.data import Interrupted
     from shardlm.train.commands import Commands
     from shardlm.train.signals import StopRequest
     from shardlm.train.start import begin
 
-    with StopRequest(at_once=_interrupted) as stop, begin(config) as start:
-        from shardlm.train import loop
+    with StopRequest(at_once=_interrupted) as stop:
+        try:
+            with begin(config, lambda: stop.signal > 0) as start:
+                from shardlm.train import loop
 
-        return loop.train(start, Commands.of(config, argv), stop, started)
+                return loop.train(start, Commands.of(config, argv), stop, started)
+        except Interrupted:
+            print(f"stopped by signal {stop.signal} before the first update", file=sys.stderr)
+            print(f"resume with: {Commands.of(config, argv).resume}", file=sys.stderr)
+            return 128 + stop.signal
+
+
+def prepare(argv: Sequence[str]) -> int:
+    """Tokenize text into a store, which is a source to train from."""
+    keys = ("data.",)
+    options, values = parse_options(
+        PrepareOptions, keys, argv, "prepare", _about(prepare), files=True
+    )
+    config = override(Config(), values)
+    validate(config)
+    from shardlm import prepare as preparing
+    from shardlm.data import Interrupted
+    from shardlm.train.signals import StopRequest
+
+    with StopRequest(at_once=_interrupted) as stop:
+        try:
+            store = preparing.prepare(options, config, lambda: stop.signal > 0)
+        except Interrupted:
+            print(
+                f"stopped by signal {stop.signal}; the shards that are finished are kept: the same "
+                "command goes on",
+                file=sys.stderr,
+            )
+            return 128 + stop.signal
+    print(preparing.describe(store))
+    print(f"train from it with: --data.sources {shlex.quote(options.store)}")
+    return 0
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -73,7 +115,13 @@ def bench(argv: Sequence[str]) -> int:
     return 0
 
 
-VERBS = {"train": train, "generate": generate, "evaluate": evaluate, "bench": bench}
+VERBS = {
+    "train": train,
+    "prepare": prepare,
+    "generate": generate,
+    "evaluate": evaluate,
+    "bench": bench,
+}
 
 
 def run(verb: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:

@@ -171,16 +171,42 @@ class DataConfig:
     """What is read and how it becomes rows."""
 
     sources: tuple[str, ...] = ("stdlib",)
-    """Files, directories or globs of UTF-8 text; `stdlib` is the running Python's own library."""
-    tokenizer: Literal["bytes", "characters"] = "bytes"
+    """Files, directories, globs or URLs of text (.txt, .md, code, .jsonl, .parquet, Hugging Face
+    datasets on disk), token arrays (.npy), stores made by `shardlm prepare`; `hf:NAME` streams a
+    dataset; `stdlib` is the running Python's own library."""
+    weights: tuple[float, ...] = ()
+    """Share of each source in every update, by rows; default: the sources are one text."""
+    field: str = "text"
+    """Field of structured rows that holds the text; dots go into nested ones."""
+    errors: Literal["error", "replace", "skip"] = "error"
+    """What becomes of a document that is not UTF-8: an error, U+FFFD in place of the bytes, or the
+    document is left out; the last two are counted."""
+    tokenizer: str | None = None
     """bytes: any text, 256 ids and one that ends a document; characters: one id for each that
-    occurs."""
+    occurs; a tokenizer.json, a sentencepiece .model, or tiktoken:NAME. Default: that of the
+    stores among the sources, else bytes."""
+    cache: str | None = None
+    """Where text that no store holds is kept tokenized, by its content; default: `shardlm` in
+    $XDG_CACHE_HOME, or in ~/.cache. What is there may be removed at any time."""
     length: int = 256
     """Tokens of a row (T)."""
+    packing: Literal["concat", "best_fit", "none", "padded_buckets"] = "concat"
+    """concat: documents end to end, cut every T tokens; best_fit: whole documents side by side;
+    none: a row for each; padded_buckets: as best_fit, in rows of several lengths."""
+    overlap: int = 0
+    """Tokens of the piece before that a piece of a document longer than a row repeats, as context
+    only (not with concat)."""
+    buckets: int = 4
+    """Lengths of rows with padded_buckets: T, T/2, T/4, ..."""
+    batch_tokens: int | None = None
+    """Places of an update, padding among them, instead of train.batch: a multiple of `length`."""
+    balance: Literal["none", "tokens", "work", "dynamic"] = "work"
+    """How the rows of an update are dealt to devices: in their order, or so that the tokens of
+    each, or its work (attention counted), are level; dynamic: less work to slower devices."""
     validation: float = 0.1
     """Share of the text kept for validation."""
     split: Literal["documents", "tail"] = "documents"
-    """documents: whole files, chosen by a hash of the name; tail: the end of the text."""
+    """documents: whole ones, chosen by a hash of their text; tail: the end of each source."""
     prefetch: int = 2
     """Batches prepared ahead of the step."""
 
@@ -281,14 +307,21 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property
+    def batch(self) -> int:
+        """Sequences of an update, resolved; of rows of several lengths, as many of the longest as
+        have its places."""
+        tokens = self.data.batch_tokens
+        return self.train.batch if tokens is None else tokens // self.data.length
+
+    @property
     def micro_batch(self) -> int:
         """Sequences of a micro-batch, resolved."""
-        return self.train.batch if self.train.micro_batch is None else self.train.micro_batch
+        return self.batch if self.train.micro_batch is None else self.train.micro_batch
 
     @property
     def micro_batches(self) -> int:
         """Micro-batches of an update."""
-        return self.train.batch // self.micro_batch
+        return self.batch // self.micro_batch
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

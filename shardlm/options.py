@@ -1,4 +1,4 @@
-"""The flags of the commands that use a trained model. Imports no jax."""
+"""The flags of the commands other than train. Imports no jax."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +18,32 @@ class EvaluateOptions:
     """Directory of a run."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """A tokenizer made from the text."""
+
+    train: Literal["none", "bpe"] = "none"
+    """bpe: byte-level pairs, learnt from all of the text; none: data.tokenizer is used."""
+    vocab: int = 8192
+    """Ids of the tokenizer that is trained, at most."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """Where tokens go, and who makes them."""
+
+    store: str
+    """Directory of the store; the same command goes on where it was interrupted."""
+    workers: int = 0
+    """Processes that tokenize; 0: one for each core."""
+    tokenizer: TokenizerOptions = TokenizerOptions()
+    """A tokenizer made from the text."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.workers <= 1024:
+            raise ConfigError(f"workers is {self.workers}: it must be from 0 to 1024")
 
 
 @dataclass(frozen=True)

@@ -43,10 +43,15 @@ def validate(config: Config) -> None:
     _validate_batch(config)
     if not config.run.dir:
         raise ConfigError("run.dir is empty: name a directory for the run")
-    for key, path in [("run.dir", config.run.dir), *(("data.sources", s) for s in sources)]:
+    for key, path in [
+        ("run.dir", config.run.dir),
+        ("data.cache", config.data.cache or "default"),
+        *(("data.sources", s) for s in sources),
+    ]:
         # Bytes that are not UTF-8 reach Python as lone surrogates.
         if "\0" in path or re.search("[\ud800-\udfff]", path):
             raise ConfigError(f"{key} is {path!r}: it must be UTF-8 text without NUL")
+    _validate_data(config)
     if not sources:
         raise ConfigError("data.sources is empty: name at least one file, directory or glob")
     optim, steps = config.optim, config.train.steps
@@ -90,6 +95,9 @@ _LEAST: dict[str, float] = {
     "model.scan_unroll": 0,
     "model.init_std": 0,
     "data.length": 2,
+    "data.overlap": 0,
+    "data.buckets": 1,
+    "data.batch_tokens": 1,
     "data.prefetch": 1,
     "train.batch": 1,
     "train.micro_batch": 1,
@@ -156,14 +164,59 @@ def _validate_model(model: ModelConfig) -> None:
         )
 
 
+def _validate_data(config: Config) -> None:
+    data = config.data
+    if data.weights and len(data.weights) != len(data.sources):
+        raise ConfigError(
+            f"data.weights are {len(data.weights)} and data.sources {len(data.sources)}: give one "
+            "weight for each source, or none"
+        )
+    if not all(math.isfinite(weight) and weight > 0 for weight in data.weights):
+        raise ConfigError(
+            f"data.weights is {list(data.weights)}: each must be above 0: leave out the sources "
+            "that are not wanted"
+        )
+    if data.overlap > data.length // 2:
+        raise ConfigError(
+            f"data.overlap is {data.overlap} and data.length {data.length}: it must be at most "
+            f"half of it, {data.length // 2}"
+        )
+    if data.overlap and data.packing == "concat":
+        raise ConfigError(
+            f"data.overlap is {data.overlap} and data.packing concat, which cuts documents laid "
+            "end to end: leave data.overlap out, or use another packing"
+        )
+    shortest = 2 ** (data.buckets - 1)
+    if data.packing == "padded_buckets" and (data.length % shortest or data.length // shortest < 2):
+        raise ConfigError(
+            f"data.buckets is {data.buckets} and data.length {data.length}: rows of the length "
+            f"halved {data.buckets - 1} times need a multiple of {shortest} and at least "
+            f"{2 * shortest} ({nearest_divisible(max(data.length, 2 * shortest), shortest)} would "
+            "do)"
+        )
+    tokens = data.batch_tokens
+    if tokens is not None and tokens % data.length:
+        raise ConfigError(
+            f"data.batch_tokens is {tokens} and data.length {data.length}: it must be a multiple "
+            f"({nearest_divisible(tokens, data.length)} would do)"
+        )
+
+
 def _validate_batch(config: Config) -> None:
-    batch, micro = config.train.batch, config.micro_batch
+    batch, micro = config.batch, config.micro_batch
     if batch % micro:
         raise ConfigError(
-            f"train.batch is {batch} and train.micro_batch {micro}: micro_batch must divide batch "
+            f"{batch_key(config)} and train.micro_batch {micro}: micro_batch must divide batch "
             f"(batch {nearest_divisible(batch, micro)} would do, or micro_batch "
             f"{nearest_divisor(batch, micro)})"
         )
+
+
+def batch_key(config: Config) -> str:
+    """The batch as messages name it."""
+    tokens = config.data.batch_tokens
+    of = f" (data.batch_tokens {tokens} of data.length {config.data.length})" if tokens else ""
+    return f"train.batch is {config.batch}{of}"
 
 
 def nearest_divisible(value: int, divisor: int) -> str:

@@ -26,6 +26,14 @@ install_import_hook(
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache() -> Iterator[None]:
+    """Text is tokenized into a directory of the test session's own, here and in processes."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as path:
+        patch.setenv("XDG_CACHE_HOME", path)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tinyshakespeare() -> Path:
     """The path of the tiny Shakespeare text (1,115,394 bytes, ASCII)."""

@@ -13,6 +13,7 @@ from shardlm.arguments import override
 from shardlm.checkpoint import CheckpointStore
 from shardlm.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from shardlm.data import from_json, load_data
+from shardlm.data.tokenizer import BytesTokenizer
 from shardlm.evaluate import evaluate_run
 from shardlm.generate import generate_text
 from shardlm.model.loss import capped_logits
@@ -81,23 +82,22 @@ def test_several_prompts_are_each_alone(one, greedy):
         assert alone == [greedy[prompt]]
 
 
-def test_greedy_tokens_are_those_of_a_model_without_a_cache(one):
+def test_greedy_tokens_are_those_of_a_model_without_a_cache(one, monkeypatch):
     """The likeliest next token at every place of the finished text, from one forward pass."""
     engine, params = one
     prompt = "def f(x):"
     drawn = []
 
-    class Ids:
-        """Keeps the ids that text may have lost."""
-
+    class Endless(BytesTokenizer):
         end_of_document = None
-        encode = staticmethod(BYTES.encode)
 
-        def decode(self, ids):
-            drawn.extend(int(i) for i in ids)
-            return ""
+    def keep(tokenizer, before, new):
+        """The ids, which text may lose."""
+        drawn.extend(int(i) for i in new)
+        return ""
 
-    generate(engine, params, Ids(), [prompt], Sampling(tokens=12, temperature=0))
+    monkeypatch.setattr("shardlm.train.decode.decode_after", keep)
+    generate(engine, params, Endless(), [prompt], Sampling(tokens=12, temperature=0))
     ids = np.array([[*BYTES.encode(prompt), *drawn]], np.int32)
     par = Parallel(engine.rules)
 

@@ -6,14 +6,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "shardlm"
 
 ORDER = [
-    {"config"},
+    {"config", "files"},
     {"keys", "options", "validation"},
     {"arguments"},
     {"mesh"},
     {"parallel"},
     {"model", "data", "optim", "checkpoint", "observe"},
     {"train"},
-    {"plan", "bench", "evaluate", "generate"},
+    {"plan", "bench", "evaluate", "generate", "prepare"},
     {"cli"},
 ]
 """Parts of the package; each may import those of the lines before, none of its own line."""

@@ -79,6 +79,7 @@ def engine(shape: Shape, dtype: str) -> Runner:
         "targets": tokens[:, 1:],
         "segments": ones,
         "positions": jnp.cumsum(ones, 1) - 1,
+        "rows": jnp.arange(shape.batch),
     }
     compiled = make_train_step(parts).lower(parts.abstract, batch).compile()
     return Runner(f"engine {parts.dtype}", compiled, new_state(parts), (batch,), started)

@@ -1,34 +1,50 @@
-"""Text to batches, in the order of the modules: sources, tokenizer, corpus, rows, loader.
+"""Text to batches, in the order of the modules: inputs, readers, tokenizer, prepare and store,
+corpus, layout and rows, loader.
 
 Every function is deterministic: the same sources, configuration and step give the same batch, on
 any number of processes.
 """
 
-import hashlib
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
 
 from shardlm.config import Config
-from shardlm.data.corpus import Corpus, split_documents, split_tail
+from shardlm.data.balance import WorkModel
+from shardlm.data.buckets import Buckets
+from shardlm.data.corpus import Corpus, split
 from shardlm.data.errors import DataError
-from shardlm.data.loader import Loader, Summary, ValidationLoader
+from shardlm.data.inputs import list_inputs
+from shardlm.data.loader import Loader, Share, Summary, Update, ValidationLoader
+from shardlm.data.prepare import Interrupted, Preparation, texts
+from shardlm.data.readers import Reading
 from shardlm.data.rows import Batch
-from shardlm.data.sources import Document, read_documents
-from shardlm.data.tokenizer import Tokenizer, from_json, make_tokenizer
+from shardlm.data.store import Store, is_store, open_store
+from shardlm.data.tokenizer import BytesTokenizer, Tokenizer, from_json, make_tokenizer
 
 __all__ = [
     "Batch",
+    "Buckets",
     "Corpus",
     "Data",
     "DataError",
-    "Document",
+    "Interrupted",
     "Loader",
+    "Preparation",
+    "Share",
+    "Store",
     "Summary",
     "Tokenizer",
+    "Update",
     "ValidationLoader",
-    "data_fingerprint",
     "from_json",
+    "is_store",
     "load_data",
-    "read_documents",
+    "make_tokenizer",
+    "open_store",
 ]
 
 
@@ -40,6 +56,8 @@ class Data:
     validation: ValidationLoader | None
     tokenizer: Tokenizer
     fingerprint: str
+    """Digest of the ids of all sources, their boundaries and the tokenizer. A run that is resumed
+    with another one would not continue the same sequence of batches."""
 
     def summary(self) -> str:
         """A line for each split and one for the tokenizer, for the start of a run."""
@@ -51,46 +69,81 @@ class Data:
         )
 
 
-def load_data(config: Config) -> Data:
-    """Read, tokenize and split what `config.data` names.
+def load_data(config: Config, stopped: Callable[[], bool] = lambda: False) -> Data:
+    """Open, or tokenize into stores, what `config.data` names, and split it.
+
+    Args:
+      stopped: asked now and then while text is tokenized: whether to stop.
 
     Raises:
       DataError: sources that cannot be used, too little text for the batch or the split, or a
         `model.vocab` below what the tokenizer needs.
+      Interrupted: `stopped`.
     """
     data = config.data
-    documents = read_documents(data.sources)
-    tokenizer = make_tokenizer(data.tokenizer, documents)
+    stores = open_sources(config, stopped)
+    tokenizer = stores[0].tokenizer
     if tokenizer.vocab_size < 2:
         raise DataError(
-            f"data.tokenizer is {data.tokenizer} and the text has one distinct character, which "
+            f"data.tokenizer is {tokenizer.name} and the text has one distinct character, which "
             "there is nothing to learn of: give other data.sources, or use the tokenizer bytes"
         )
     vocab = config.model.vocab
     if vocab is not None and vocab < tokenizer.vocab_size:
         raise DataError(
-            f"model.vocab is {vocab} and data.tokenizer {data.tokenizer} has "
+            f"model.vocab is {vocab} and data.tokenizer {tokenizer.name} has "
             f"{tokenizer.vocab_size} ids: leave model.vocab out, or set it to at least "
             f"{tokenizer.vocab_size}"
         )
-    split = split_documents if data.split == "documents" else split_tail
-    train, validation = split(documents, tokenizer, data.validation)
+    corpora = Corpus.of_stores(stores, data.sources)
+    train, validation = split(corpora, data.split, data.validation)
+    model = dataclasses.replace(config.model, vocab=vocab or tokenizer.vocab_size)
+    parts = "\n".join(store.fingerprint for store in stores)
     return Data(
-        train=Loader(
-            train,
-            seed=config.run.seed,
-            batch=config.train.batch,
-            length=data.length,
-            prefetch=data.prefetch,
-        ),
+        train=Loader(train, config, WorkModel.of(model)),
         validation=ValidationLoader(validation, length=data.length) if data.validation else None,
         tokenizer=tokenizer,
-        fingerprint=data_fingerprint(train, validation, tokenizer),
+        fingerprint=blake2b(parts.encode(), digest_size=16).hexdigest(),
     )
 
 
-def data_fingerprint(train: Corpus, validation: Corpus, tokenizer: Tokenizer) -> str:
-    """Hexadecimal digest of the ids of both splits, their boundaries and the tokenizer. A run that
-    is resumed with another one would not continue the same sequence of batches."""
-    parts = (tokenizer.to_json(), train.fingerprint(), validation.fingerprint())
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+def open_sources(config: Config, stopped: Callable[[], bool] = lambda: False) -> list[Store]:
+    """A store for each source: the source itself if it is one, else its text tokenized into one,
+    once, in `data.cache`."""
+    data = config.data
+    given = {source: open_store(source) for source in data.sources if is_store(source)}
+    listed = {source: list_inputs(source) for source in data.sources if source not in given}
+    reading = Reading(data.field, data.errors)
+    tokenizer = _choose_tokenizer(data.tokenizer, list(given.values()))
+    if tokenizer is None:
+        assert data.tokenizer is not None
+        everything = [i for inputs in listed.values() for i in inputs]
+        tokenizer = make_tokenizer(data.tokenizer, texts(everything, reading))
+    for path, store in given.items():
+        if store.tokenizer.fingerprint() != tokenizer.fingerprint():
+            raise DataError(
+                f"data.sources: {path} was made with the tokenizer {store.tokenizer.name} "
+                f"({store.tokenizer.fingerprint()[:8]}), and data.tokenizer is {tokenizer.name} "
+                f"({tokenizer.fingerprint()[:8]}): leave data.tokenizer out, or prepare the text "
+                "again"
+            )
+    workers = 1 if tokenizer.name in ("bytes", "characters") else len(os.sched_getaffinity(0))
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    cache = Path(data.cache or f"{home}/shardlm").expanduser()
+    stores = []
+    for source in data.sources:
+        if source in given:
+            stores.append(given[source])
+            continue
+        preparation = Preparation(listed[source], reading, tokenizer, workers, stopped=stopped)
+        stores.append(preparation.into(cache / preparation.key(), wait=True))
+    return stores
+
+
+def _choose_tokenizer(name: str | None, stores: Sequence[Store]) -> Tokenizer | None:
+    """The tokenizer that needs no text to be made; None if `name` needs some."""
+    if name is None:
+        return stores[0].tokenizer if stores else BytesTokenizer()
+    if stores and name == stores[0].tokenizer.name:
+        return stores[0].tokenizer
+    return None

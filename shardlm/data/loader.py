@@ -1,24 +1,310 @@
-"""Batches as a function of (seed, step).
+"""Updates as a function of (seed, step).
 
-Update `step` (from 0) takes the rows `step * batch` up to `(step + 1) * batch` of the epochs one
-after the other; a batch may end one epoch and begin the next. Each epoch has an order of its own,
-and cuts the text into rows at places of its own. There is no state: resuming is asking for another
-step. Grain prepares batches ahead of the step.
+Rows of one length make an endless stream: the epochs one after the other, each in an order of its
+own; with weights, rows of the sources in even turns. Update `step` (from 0) takes the next rows of
+the stream, or, with rows of several lengths, the next micro-batches of their streams in even turns.
+There is no state: resuming is asking for another step. Grain prepares updates ahead of the step.
 """
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64
 
-from shardlm.data.corpus import Corpus
+from shardlm.config import Config
+from shardlm.data.balance import Speeds, WorkModel, deal
+from shardlm.data.buckets import Buckets
+from shardlm.data.corpus import Corpus, Tokens
 from shardlm.data.errors import DataError
-from shardlm.data.rows import Batch, cut_rows, rows_per_epoch
+from shardlm.data.layout import Rows, lay_rows, row_lengths
+from shardlm.data.mixture import Mixture
+from shardlm.data.rows import Batch, ConcatenatedRows, Segments, lay_out
 from shardlm.data.shuffle import ROUNDS, shuffled
+from shardlm.validation import batch_key
 
-ALL_ROWS = slice(None)
+
+@dataclass(frozen=True)
+class Share:
+    """The part of every update that a process reads: the `index`-th of `count` equal ones."""
+
+    index: int = 0
+    count: int = 1
+
+
+class Update(NamedTuple):
+    """What one update is made of."""
+
+    batch: Batch | Buckets
+    """Of the process's share: a flat batch, or one of rows of several lengths."""
+    work: Float64[np.ndarray, "ways"]
+    """Estimated FLOPs of each device's rows."""
+    tokens: Int64[np.ndarray, "sources"]
+    """Predicted tokens of the whole update by source."""
+
+
+class Shape(NamedTuple):
+    """Of a micro-batch."""
+
+    length: int
+    """Tokens of a row."""
+    rows: int
+    """Rows, over all devices."""
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows of {self.length:,}"
+
+
+class Stream:
+    """Rows of one length without end: of the pools in even turns, each pool's epochs in turn."""
+
+    def __init__(self, pools: Sequence[Rows], weights: Sequence[float], seed: int, kind: int):
+        """
+        Args:
+          pools: with rows. weights: how often they come.
+          seed: of the run. kind: the number of the stream.
+        """
+        self._pools, self._mixture = list(pools), Mixture(weights)
+        self._phases = [rows.corpus.size for rows in pools]
+        self._seed, self._kind = seed, kind
+        self.rows = sum(rows.rows for rows in pools)
+
+    def draw(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Pool, epoch, row within the epoch, and phase, of the `count` rows from `start` on."""
+        pool, nth = self._mixture.draw(start, count)
+        sizes = np.array([rows.rows for rows in self._pools])
+        epoch, place = np.divmod(nth, sizes[pool])
+        row, phase = np.empty_like(place), np.empty_like(place)
+        for p, e in np.unique(np.stack([pool, epoch]), axis=1).T.tolist():
+            chosen = (pool == p) & (epoch == e)
+            keys = self._keys(e, p)
+            row[chosen] = shuffled(place[chosen], self._pools[p].rows, keys[1:])
+            phase[chosen] = int(keys[0]) % self._phases[p]
+        return pool, epoch, row, phase
+
+    def segments(self, start: int, count: int) -> Segments:
+        """The segments of the `count` rows from `start` on."""
+        pool, _, row, phase = self.draw(start, count)
+        parts = []
+        for p in np.unique(pool).tolist():
+            mine = np.flatnonzero(pool == p)
+            parts.append(self._pools[p].segments(row[mine], phase[mine]).renumbered(mine))
+        return Segments.merge(parts)
+
+    @functools.lru_cache(64)  # noqa: B019 - a stream lives as long as its loader
+    def _keys(self, epoch: int, pool: int) -> np.ndarray:
+        entropy = [self._seed, int(epoch), int(pool), self._kind]
+        return np.random.SeedSequence(entropy).generate_state(1 + ROUNDS, np.uint64)
+
+
+class Loader:
+    """Training updates: every token once an epoch, in an order given by (seed, epoch)."""
+
+    def __init__(self, corpora: Sequence[Corpus], config: Config, work: WorkModel) -> None:
+        """
+        Args:
+          corpora: the training text of each source, all with the same `tokens`.
+          config: `data`, the batch, and the seed.
+          work: what a row costs the model.
+
+        Raises:
+          DataError: fewer rows than a batch, or no token to predict.
+        """
+        data, self.corpora = config.data, list(corpora)
+        check_predictable(self.corpora, "training")
+        self._tokens: Tokens = corpora[0].tokens
+        # Sources lie one after the other in the common array of ids.
+        self._bases = np.array([c.base for c in corpora])
+        self._batch, self._balance, self._prefetch = config.batch, data.balance, data.prefetch
+        self._micro_batches, self._work = config.micro_batches, work
+        weights = np.array(data.weights)
+        pools = self.corpora if data.weights else [Corpus.join(self.corpora)]
+        if not data.weights:
+            weights = np.ones(1)
+        laid = lay_rows(pools, data)
+        lengths = row_lengths(data)
+        places = np.array([[rows.rows for rows in of_kind] for of_kind in laid], float)
+        places *= np.array(lengths)[:, None]
+        # The share of each pool's places that rows of each length have, times the pool's weight.
+        shares = places / places.sum(0) * (weights / weights.sum())
+        self.streams, self.shapes, of_shapes = [], [], []
+        for kind, length in enumerate(lengths):
+            if not places[kind].any():
+                continue
+            used = np.flatnonzero(places[kind]).tolist()
+            self.streams.append(
+                Stream(
+                    [laid[kind][p] for p in used],
+                    shares[kind][used].tolist(),
+                    config.run.seed,
+                    kind,
+                )
+            )
+            self.shapes.append(Shape(length, config.micro_batch * data.length // length))
+            of_shapes.append(float(shares[kind].sum()))
+        self._turns = Mixture(of_shapes)
+        self.rows_per_epoch = sum(stream.rows for stream in self.streams)
+        self.padding = 1 - sum(c.size for c in self.corpora) / places.sum()
+        self.updates_per_epoch = float(places.sum()) / (config.batch * data.length)
+        if self.updates_per_epoch < 1:
+            raise DataError(_too_few_rows(self.corpora, self.shapes, self.rows_per_epoch, config))
+        self.ways, self.speeds = 1, Speeds.level(1)
+
+    def deal_to(self, ways: int) -> None:
+        """Deal the rows of every update to so many devices."""
+        self.ways, self.speeds = ways, Speeds.level(ways)
+
+    def summary(self) -> "Summary":
+        """Documents, tokens and rows of an epoch."""
+        return summarize(self.corpora, self.rows_per_epoch, self.shapes[-1].length)
+
+    def at(self, step: int, share: Share = Share()) -> Update:
+        """Update `step`, from 0.
+
+        Which rows it has depends on the seed and the step only; which device gets which, on the
+        number of devices and their speeds too. A row's number in the update, `rows`, is the same
+        for any of them.
+        """
+        counts, found = self._draw(step)
+        works = [
+            self._cost(segments, n * shape.rows, shape.length)
+            for segments, n, shape in zip(found, counts, self.shapes, strict=True)
+        ]
+        orders = self._deal(found, works)
+        parts, before = [], 0
+        for segments, order, shape in zip(found, orders, self.shapes, strict=True):
+            # Of a single length, every place of the room is used.
+            room = self._micro_batches * shape.rows
+            parts.append(self._part(segments, order, before, room, shape.length, share))
+            before += room
+        batch = parts[0] if len(parts) == 1 else Buckets(np.array(counts, np.int32), tuple(parts))
+        each = [w[o].reshape(self.ways, -1).sum(1) for w, o in zip(works, orders, strict=True)]
+        predicted = np.zeros(len(self.corpora), np.int64)
+        for segments in found:
+            np.add.at(predicted, self._source(segments.place), segments.predicted)
+        return Update(batch, np.array(each).sum(0), predicted)
+
+    def iterate(self, start_step: int = 0, share: Share = Share()) -> Iterator[Update]:
+        """The updates from `start_step` on, without end, prepared ahead in a thread. Closing the
+        generator (or dropping it) ends the thread."""
+        # Imported only for those who train, and not when the first batch is drawn in a thread:
+        # importing it changes `__import__` for a while, for every thread (etils.epy.lazy_imports).
+        import grain
+
+        updates = iter(
+            grain.MapDataset.range(start_step, sys.maxsize)
+            .map(lambda step: self.at(step, share))
+            .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch))
+        )
+
+        def iterate() -> Iterator[Update]:
+            try:
+                yield from updates
+            finally:
+                updates.close()
+
+        return iterate()
+
+    def rows_of(self, step: int) -> list[Int64[np.ndarray, "rows 4"]]:
+        """Of each length, the rows of update `step` as (stream, pool, epoch, row within the epoch):
+        their names, which no other row of the run has."""
+        named = []
+        for kind, (stream, (start, count)) in enumerate(
+            zip(self.streams, self._spans(step), strict=True)
+        ):
+            pool, epoch, row, _ = stream.draw(start, count)
+            named.append(np.stack([np.full_like(pool, kind), pool, epoch, row], axis=1))
+        return named
+
+    def _spans(self, step: int) -> list[tuple[int, int]]:
+        """Of each stream, the first row of update `step` and how many rows it has."""
+        if len(self.streams) == 1:
+            return [(step * self._batch, self._batch)]
+        k = self._micro_batches
+        before, after = self._turns.counts(step * k), self._turns.counts((step + 1) * k)
+        return [
+            (int(a) * shape.rows, int(b - a) * shape.rows)
+            for a, b, shape in zip(before, after, self.shapes, strict=True)
+        ]
+
+    def _draw(self, step: int) -> tuple[list[int], list[Segments]]:
+        """Micro-batches and rows of each shape in update `step`."""
+        spans = self._spans(step)
+        counts = [n // shape.rows for (_, n), shape in zip(spans, self.shapes, strict=True)]
+        found = [s.segments(*span) for s, span in zip(self.streams, spans, strict=True)]
+        return counts, found
+
+    def _cost(self, segments: Segments, rows: int, length: int) -> Float64[np.ndarray, "rows"]:
+        """Work of each row: padding goes through the matrices too."""
+        used = np.bincount(segments.row, segments.size, rows)
+        work = np.bincount(segments.row, self._work.pieces(segments.size), rows)
+        return work + self._work.per_token * (length - used)
+
+    def _deal(
+        self, found: list[Segments], works: list[np.ndarray]
+    ) -> list[Int64[np.ndarray, "rows"]]:
+        if self._balance == "none":
+            return [np.arange(len(w)) for w in works]
+        if self._balance == "tokens":
+            works = [
+                np.bincount(s.row, s.size, len(w)).astype(float)
+                for s, w in zip(found, works, strict=True)
+            ]
+        return deal(works, self.ways, np.array(self.speeds.shares))
+
+    def _part(
+        self,
+        segments: Segments,
+        order: Int64[np.ndarray, "rows"],
+        before: int,
+        room: int,
+        length: int,
+        share: Share,
+    ) -> Batch:
+        """Arrays of the share's rows of one length, with room for `room` of the whole update;
+        `before` rows of other lengths have the numbers before theirs."""
+        # A device has its rows first and then what it does not use of its room.
+        used, room = len(order) // self.ways, room // self.ways
+        ways = self.ways // share.count
+        mine = order.reshape(self.ways, used)[share.index * ways : (share.index + 1) * ways]
+        chosen = segments.of_rows(mine.reshape(-1))
+        device, nth = np.divmod(np.arange(mine.size), max(used, 1))
+        slots = device * room + nth
+        batch = lay_out(self._tokens, chosen.renumbered(slots), ways * room, length)
+        rows = np.zeros(ways * room, np.int32)
+        rows[slots] = before + mine.reshape(-1)
+        return {**batch, "rows": rows}
+
+    def _source(self, places: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "n"]:
+        return np.searchsorted(self._bases, places, "right") - 1
+
+
+class ValidationLoader:
+    """The whole validation split, in the order of the text."""
+
+    def __init__(self, corpora: Sequence[Corpus], *, length: int) -> None:
+        """
+        Raises:
+          DataError: no token to predict.
+        """
+        check_predictable(corpora, "validation")
+        self.corpus, self.length = Corpus.join(corpora), length
+        self._rows = ConcatenatedRows(self.corpus, length)
+
+    def summary(self) -> "Summary":
+        """Documents, tokens and rows."""
+        return summarize([self.corpus], self._rows.rows, self.length)
+
+    def batches(self, batch: int) -> Iterator[Batch]:
+        """Every row once, int32 [batch, T]; the last batch is filled up with rows of padding."""
+        for start in range(0, self._rows.rows, batch):
+            rows = np.arange(start, start + batch)
+            segments = self._rows.segments(rows, np.zeros_like(rows))
+            found = lay_out(self.corpus.tokens, segments, batch, self.length)
+            yield {**found, "rows": np.arange(batch, dtype=np.int32)}
 
 
 @dataclass(frozen=True)
@@ -38,131 +324,43 @@ class Summary:
         )
 
 
-def summarize(corpus: Corpus, length: int) -> Summary:
-    """The figures of `corpus` in rows of `length`."""
+def summarize(corpora: Sequence[Corpus], rows: int, length: int) -> Summary:
+    """The figures of a split of so many rows."""
     return Summary(
-        documents=corpus.documents,
-        tokens=len(corpus.tokens),
-        loss_tokens=corpus.loss_tokens,
-        rows=rows_per_epoch(corpus, length),
+        documents=sum(c.documents for c in corpora),
+        tokens=sum(c.size for c in corpora),
+        loss_tokens=sum(c.loss_tokens for c in corpora),
+        rows=rows,
         length=length,
     )
 
 
-class Loader:
-    """Training batches: every token once an epoch, in an order given by (seed, epoch)."""
-
-    def __init__(
-        self, corpus: Corpus, *, seed: int, batch: int, length: int, prefetch: int = 2
-    ) -> None:
-        """
-        Args:
-          corpus: the training text.
-          seed: at least 0; decides the order of the rows and where the text is cut.
-          batch: B, rows of an update.
-          length: T, tokens of a row.
-          prefetch: batches that `iterate` prepares ahead, at least 1.
-
-        Raises:
-          DataError: fewer rows than a batch, or no token to predict.
-        """
-        _check_predictable(corpus, "training")
-        self.corpus, self.batch, self.length = corpus, batch, length
-        self.rows_per_epoch = rows_per_epoch(corpus, length)
-        if self.rows_per_epoch < batch:
-            raise DataError(_too_few_rows(len(corpus.tokens), self.rows_per_epoch, batch, length))
-        self._seed, self._prefetch = seed, prefetch
-
-    def summary(self) -> Summary:
-        """Documents, tokens and rows of an epoch."""
-        return summarize(self.corpus, self.length)
-
-    def rows_of_step(self, step: int) -> Int64[np.ndarray, "B"]:
-        """Global numbers of the rows of update `step`: the epoch times
-        `rows_per_epoch` plus the row within the epoch. In the course of a run none comes twice."""
-        epoch, row, _ = self._draw(step, ALL_ROWS)
-        return epoch * self.rows_per_epoch + row
-
-    def batch_at(self, step: int, rows: slice = ALL_ROWS) -> Batch:
-        """The batch of update `step`, from 0, or only the given rows of it.
-
-        Returns:
-          tokens, targets, segments and positions; see `rows.cut_rows`.
-        """
-        _, row, phase = self._draw(step, rows)
-        return cut_rows(self.corpus, self.length, row, phase)
-
-    def iterate(self, start_step: int = 0, rows: slice = ALL_ROWS) -> Iterator[Batch]:
-        """The batches of the updates from `start_step` on, without end, prepared ahead in a
-        thread. Closing the generator (or dropping it) ends the thread."""
-        # Imported only for those who train, and not when the first batch is drawn in a thread:
-        # importing it changes `__import__` for a while, for every thread (etils.epy.lazy_imports).
-        import grain
-
-        batches = iter(
-            grain.MapDataset.range(start_step, sys.maxsize)
-            .map(lambda step: self.batch_at(step, rows))
-            .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch))
-        )
-
-        def iterate() -> Iterator[Batch]:
-            try:
-                yield from batches
-            finally:
-                batches.close()
-
-        return iterate()
-
-    def _draw(self, step: int, rows: slice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Epoch, row within the epoch and phase of the rows of update `step`, int64 each."""
-        index = np.arange(step * self.batch, (step + 1) * self.batch)[rows]
-        epoch, place = np.divmod(index, self.rows_per_epoch)
-        row, phase = np.empty_like(place), np.empty_like(place)
-        for e in np.unique(epoch).tolist():
-            state = np.random.SeedSequence([self._seed, e]).generate_state(1 + ROUNDS, np.uint64)
-            of_epoch = epoch == e
-            row[of_epoch] = shuffled(place[of_epoch], self.rows_per_epoch, state[1:])
-            phase[of_epoch] = int(state[0]) % len(self.corpus.tokens)
-        return epoch, row, phase
-
-
-class ValidationLoader:
-    """The whole validation split, in the order of the text."""
-
-    def __init__(self, corpus: Corpus, *, length: int) -> None:
-        """
-        Raises:
-          DataError: no token to predict.
-        """
-        _check_predictable(corpus, "validation")
-        self.corpus, self.length = corpus, length
-
-    def summary(self) -> Summary:
-        """Documents, tokens and rows."""
-        return summarize(self.corpus, self.length)
-
-    def batches(self, batch: int) -> Iterator[Batch]:
-        """Every row once, int32 [batch, T]; the last batch is filled up with rows of padding."""
-        for start in range(0, rows_per_epoch(self.corpus, self.length), batch):
-            rows = np.arange(start, start + batch)
-            yield cut_rows(self.corpus, self.length, rows, np.zeros_like(rows))
-
-
-def _check_predictable(corpus: Corpus, side: str) -> None:
-    if corpus.loss_tokens < 1:
+def check_predictable(corpora: Sequence[Corpus], side: str) -> None:
+    """Refuse a split without a token to predict."""
+    if sum(corpus.loss_tokens for corpus in corpora) < 1:
         raise DataError(
-            f"the {side} text has {len(corpus.tokens)} tokens in {corpus.documents} documents: "
-            "at least one document of two tokens is needed, since the first of each is not "
-            "predicted: give more text"
+            f"the {side} text has {sum(c.size for c in corpora)} tokens in "
+            f"{sum(c.documents for c in corpora)} documents: at least one document of two tokens "
+            "is needed, since the first of each is not predicted: give more text"
         )
 
 
-def _too_few_rows(tokens: int, rows: int, batch: int, length: int) -> str:
+def _too_few_rows(
+    corpora: Sequence[Corpus], shapes: Sequence[Shape], rows: int, config: Config
+) -> str:
+    tokens, length = sum(c.size for c in corpora), config.data.length
+    if len(shapes) > 1 or shapes[0].length < length:
+        return (
+            f"{batch_key(config)} and data.length {length}, so that an update has "
+            f"{config.batch * length} places: the training text ({tokens} tokens) fills fewer: "
+            "give more text, or lower the batch"
+        )
     message = (
-        f"train.batch is {batch} and the training text has only {rows} rows of data.length "
+        f"{batch_key(config)} and the training text has only {rows} rows of data.length "
         f"{length} ({tokens} tokens): give more text, set train.batch to {rows} or less"
     )
     # The longest rows of which there are `batch`.
-    if (shorter := (tokens - 1) // (batch - 1)) >= 2:
+    shorter = (tokens - 1) // (config.batch - 1) if config.batch > 1 else 0
+    if config.data.packing == "concat" and shorter >= 2:
         message += f", or data.length to {shorter} or less"
     return message

@@ -1,22 +1,39 @@
-"""Text to ids and back.
+"""Text to ids and back. `data.tokenizer` is one of
 
 - `bytes`: the 256 byte values of UTF-8 and, as id 256, the end of a document: 257 ids for any text.
 - `characters`: the distinct characters of the text in code-point order, and nothing else. There is
   no end of document, so that a loss is comparable with published ones on the same text (65 ids for
   Shakespeare by characters).
+- a `tokenizer.json` of the library tokenizers, or the one that a run or a store keeps: see
+  `shardlm.data.subwords`.
+- a sentencepiece `.model`, or `tiktoken:NAME`: see `shardlm.data.other_tokenizers`.
+
+Special ids come from the caller, once per document: `encode` adds none, and the text of a special
+token, "<|endoftext|>" in somebody's README, is text like any other.
 """
 
 import functools
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
 
 from shardlm.data.errors import DataError
-from shardlm.data.sources import Document
+
+ACCEPTED = (
+    "bytes, characters, the path of a tokenizer.json of the library tokenizers (ends with .json) "
+    "or of a sentencepiece model (ends with .model), or tiktoken:NAME"
+)
+"""Values of `data.tokenizer`, for messages."""
+
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofdoc|>", "<|im_end|>")
+"""Names of the end of a document where a tokenizer does not say which it is: the first of these
+that is a special token."""
 
 
 @runtime_checkable
@@ -25,25 +42,37 @@ class Tokenizer(Protocol):
 
     @property
     def name(self) -> str:
-        """Its value of `data.tokenizer`."""
+        """Its value of `data.tokenizer`; of one that was restored, and was a file: its kind."""
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, from 0."""
+        """The largest id and one: ids are from 0, and not all need be of a token."""
+
+    @property
+    def start_of_document(self) -> int | None:
+        """Id that precedes the first token of every document and prompt, if there is one."""
 
     @property
     def end_of_document(self) -> int | None:
         """Id that follows the last token of every document, if there is one."""
 
     def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
-        """Ids of `text`, without end of document.
+        """Ids of `text`, without start and end of document.
+
+        Raises:
+          DataError: a character that has no id.
+        """
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, as `encode` gives them, in any dtype of integers.
 
         Raises:
           DataError: a character that has no id.
         """
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of `ids`.
+        """Text of `ids`. Special tokens and ids of no token have none; bytes that are no character,
+        for example where a text was cut within one, become U+FFFD.
 
         Raises:
           DataError: an id outside the vocabulary.
@@ -52,9 +81,34 @@ class Tokenizer(Protocol):
     def to_json(self) -> str:
         """What `from_json` makes an equal tokenizer of."""
 
+    def fingerprint(self) -> str:
+        """Hexadecimal digest of `to_json`; equal tokenizers have equal ones."""
+
+
+class Encoder:
+    """What the kinds of tokenizers have in common."""
+
+    start_of_document: int | None = None
+
+    def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
+        """See `Tokenizer`."""
+        raise NotImplementedError
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """See `Tokenizer`."""
+        return [self.encode(text) for text in texts]
+
+    def to_json(self) -> str:
+        """See `Tokenizer`."""
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        """See `Tokenizer`."""
+        return blake2b(self.to_json().encode(), digest_size=16).hexdigest()
+
 
 @dataclass(frozen=True)
-class BytesTokenizer:
+class BytesTokenizer(Encoder):
     """Bytes of UTF-8, and the end of a document."""
 
     name: ClassVar[str] = "bytes"
@@ -63,19 +117,12 @@ class BytesTokenizer:
 
     def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
         """The bytes of `text`."""
-        try:
-            data = text.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"character {error.start} of the text, {text[error.start]!a}, is half of a pair "
-                "and has no UTF-8 form: remove it"
-            ) from None
-        return np.frombuffer(data, np.uint8).astype(np.int32)
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`. Ends of documents are dropped; bytes that are no character, for example
         where a text was cut within one, become U+FFFD."""
-        ids = _checked(ids, self.vocab_size)
+        ids = checked(ids, self.vocab_size)
         return ids[ids != self.end_of_document].astype(np.uint8).tobytes().decode(errors="replace")
 
     def to_json(self) -> str:
@@ -84,7 +131,7 @@ class BytesTokenizer:
 
 
 @dataclass(frozen=True)
-class CharactersTokenizer:
+class CharactersTokenizer(Encoder):
     """An id for each of `characters`, which are distinct and in code-point order."""
 
     characters: str
@@ -99,11 +146,11 @@ class CharactersTokenizer:
             )
 
     @classmethod
-    def of(cls, documents: Iterable[Document]) -> "CharactersTokenizer":
-        """The tokenizer of exactly the characters that occur in `documents`."""
+    def of(cls, texts: Iterable[str]) -> "CharactersTokenizer":
+        """The tokenizer of exactly the characters that occur in `texts`."""
         occurs = np.zeros(0x110000, bool)
-        for document in documents:
-            occurs[_code_points(document.text)] = True
+        for text in texts:
+            occurs[_code_points(text)] = True
         return cls("".join(map(chr, np.flatnonzero(occurs))))
 
     @property
@@ -132,7 +179,7 @@ class CharactersTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`."""
-        codes = _code_points(self.characters)[_checked(ids, self.vocab_size)]
+        codes = _code_points(self.characters)[checked(ids, self.vocab_size)]
         return codes.tobytes().decode("utf-32-le", "surrogatepass")
 
     def to_json(self) -> str:
@@ -140,49 +187,147 @@ class CharactersTokenizer:
         return json.dumps({"tokenizer": self.name, "characters": self.characters})
 
 
-def make_tokenizer(name: str, documents: Iterable[Document]) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names, for `documents`."""
+def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names; `texts` are read only by `characters`.
+
+    Raises:
+      DataError: there is no such tokenizer, its file is missing or holds none, or what it needs is
+        not installed.
+    """
+    # Here, since these modules stand on this one.
+    from shardlm.data.other_tokenizers import SentencePieceTokenizer, TiktokenTokenizer
+
     if name == BytesTokenizer.name:
         return BytesTokenizer()
     if name == CharactersTokenizer.name:
-        return CharactersTokenizer.of(documents)
-    raise DataError(
-        f"data.tokenizer is {name!r}: it must be {BytesTokenizer.name} or "
-        f"{CharactersTokenizer.name}"
-    )
+        return CharactersTokenizer.of(texts)
+    kind, _, encoding = name.partition(":")
+    if kind == TiktokenTokenizer.kind and encoding:
+        return TiktokenTokenizer.of(encoding)
+    if not name.endswith((".json", ".model")):
+        raise DataError(f"data.tokenizer is {name!r}: it must be {ACCEPTED}")
+    try:
+        data = Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"data.tokenizer is {name!r}, which cannot be read ({error.strerror}): it must be "
+            f"{ACCEPTED}"
+        ) from None
+    try:
+        if name.endswith(".model"):
+            return SentencePieceTokenizer.of(data, name)
+        return _of_json(data, name)
+    except DataError as error:
+        raise DataError(f"data.tokenizer is {name!r}: {error}") from None
+
+
+def _of_json(data: bytes, name: str) -> Tokenizer:
+    """The tokenizer of a file: the library's form, or that of `to_json`."""
+    from shardlm.data.subwords import SubwordTokenizer
+
+    try:
+        content = json.loads(data)
+    except ValueError as error:
+        raise DataError(f"the file is not JSON ({error}): it must be {ACCEPTED}") from None
+    if isinstance(content, dict) and "tokenizer" in content:
+        return _restore(content)
+    return SubwordTokenizer.of(content, name)
 
 
 def from_json(text: str) -> Tokenizer:
     """The tokenizer that `Tokenizer.to_json` wrote.
 
     Raises:
-      DataError: not such a text.
+      DataError: not such a text, or what the tokenizer needs is not installed.
     """
     try:
         stored = json.loads(text)
-        name = stored.pop("tokenizer")
-        if name == BytesTokenizer.name and not stored:
+    except ValueError as error:
+        raise _unreadable(error) from None
+    return _restore(stored)
+
+
+def _restore(stored: Any) -> Tokenizer:
+    from shardlm.data.other_tokenizers import SentencePieceTokenizer, TiktokenTokenizer
+    from shardlm.data.subwords import SubwordTokenizer
+
+    try:
+        rest = dict(stored)
+        name = rest.pop("tokenizer")
+        if name == BytesTokenizer.name and not rest:
             return BytesTokenizer()
-        if name == CharactersTokenizer.name and isinstance(stored["characters"], str):
-            return CharactersTokenizer(**stored)
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise DataError(
-            f"the stored tokenizer cannot be read ({type(error).__name__}: {error}): restore the "
-            "file that the run wrote"
-        ) from None
+        if name == CharactersTokenizer.name and isinstance(rest["characters"], str):
+            return CharactersTokenizer(**rest)
+        if name == SubwordTokenizer.kind:
+            return SubwordTokenizer.of(**rest)
+        if name == SentencePieceTokenizer.kind:
+            return SentencePieceTokenizer.restored(**rest)
+        if name == TiktokenTokenizer.kind:
+            return TiktokenTokenizer.restored(**rest)
+    except DataError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(error) from None
     raise DataError(
-        f"the stored tokenizer is of kind {name!r}: this version knows {BytesTokenizer.name} and "
-        f"{CharactersTokenizer.name}"
+        f"the stored tokenizer is of kind {name!r}: this version knows {BytesTokenizer.name}, "
+        f"{CharactersTokenizer.name}, {SubwordTokenizer.kind}, {SentencePieceTokenizer.kind} and "
+        f"{TiktokenTokenizer.kind}"
     )
 
 
-def _code_points(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+def _unreadable(error: Exception) -> DataError:
+    return DataError(
+        f"the stored tokenizer cannot be read ({type(error).__name__}: {error}): restore the file "
+        "that the run wrote"
+    )
 
 
-def _checked(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+def decode_after(
+    tokenizer: Tokenizer, before: Sequence[int] | np.ndarray, new: Sequence[int] | np.ndarray
+) -> str:
+    """The text that the ids `new` add where they follow the ids `before`.
+
+    By themselves, ids may begin within a character, and some tokenizers drop a space in front. So
+    both are decoded together, and what `before` gives alone is taken off: all of it, or, where it
+    ends within a character that `new` completes, what is in front of that character.
+
+    Raises:
+      DataError: an id outside the vocabulary.
+    """
+    known = tokenizer.decode(before)
+    whole = tokenizer.decode(np.concatenate([np.asarray(ids, np.int64) for ids in (before, new)]))
+    pairs = zip(known, whole, strict=False)
+    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(known), len(whole)))
+    return whole[shared:]
+
+
+def utf8(text: str) -> bytes:
+    """The bytes of `text`.
+
+    Raises:
+      DataError: half of a surrogate pair.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"character {error.start} of the text, {text[error.start]!a}, is half of a pair and "
+            "has no UTF-8 form: remove it"
+        ) from None
+
+
+def checked(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    """`ids` as an array of int64.
+
+    Raises:
+      DataError: an id outside the vocabulary.
+    """
     array = np.asarray(ids, np.int64).reshape(-1)
     outside = array[(array < 0) | (array >= vocab_size)]
     if outside.size:
         raise DataError(f"id {outside[0]} is outside the vocabulary of {vocab_size} ids")
     return array
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from shardlm.config import Config, ConfigError, MeshConfig, ModelConfig
-from shardlm.validation import nearest_divisible, nearest_divisor
+from shardlm.validation import batch_key, nearest_divisible, nearest_divisor
 
 AXES = ("replica", "stage", "data", "expert", "context", "model")
 """Names of the mesh axes, slowest link first."""
@@ -86,10 +86,10 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
     """
     ways = batch_ways(sizes)
     named = " x ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES if sizes[axis] > 1)
-    if config.train.batch % ways:
+    if config.batch % ways:
         raise ConfigError(
-            f"train.batch is {config.train.batch} and {named} split it {ways} ways: it must be "
-            f"a multiple of {ways} ({nearest_divisible(config.train.batch, ways)} would do)"
+            f"{batch_key(config)} and {named} split it {ways} ways: it must be "
+            f"a multiple of {ways} ({nearest_divisible(config.batch, ways)} would do)"
         )
     if config.micro_batch % ways:
         raise ConfigError(

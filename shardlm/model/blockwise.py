@@ -5,7 +5,10 @@ The backward pass keeps the log of the softmax's sum and computes scores again (
 
 Two forms of the same. Up to `UNROLLED` blocks, each block of queries meets all the keys it sees in
 one product, written out: large products, which is what a CPU is fast at. Beyond, loops over blocks
-of keys too, with a running softmax: a program of one size, and scores of one block at a time.
+of keys too, with a running softmax: a program of one size, and scores of one block at a time. These
+also pass over pairs of blocks that have no document in common in any row: what they would add is
+zero, so the results are the same to every bit. That takes documents to be contiguous: equal
+segments other than 0 are one run in a row.
 
 Shapes: B batch, G key/value heads, R query heads of each, T length, K head_dim; q [B, G, R, T, K],
 k and v [B, G, T, K], segments [B, T].
@@ -38,6 +41,9 @@ def blockwise(
     rules: Rules,
 ) -> Float[Array, "B G R T K"]:
     """Causal self-attention; T a multiple of the block when it has more than `UNROLLED` blocks.
+
+    Tokens of a segment other than 0 must be contiguous in their row: of a document in two pieces,
+    the later may miss the earlier.
 
     Returns one vector a query, in the dtype of `v`; zeros where a query sees nothing.
     """
@@ -208,24 +214,36 @@ def _join(x: Array, dim: int) -> Array:
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
 
-def _first_key_block(i: Array, rules: Rules) -> Array | int:
-    """First block of keys that a block of queries sees."""
-    if not rules.window:
-        return 0
-    return jnp.maximum(0, (i * rules.block - rules.window + 1) // rules.block)
+def _first_key_blocks(segments: Array, rules: Rules) -> Array:
+    """First block of keys that each block of queries sees in any row: int32 [N]."""
+    index = jnp.arange(segments.shape[1])
+    new = jnp.diff(segments, axis=1, prepend=-1) != 0
+    begin = jax.lax.cummax(jnp.where(new | (segments == 0), index, 0), 1)
+    # Begins do not decrease along a row, so that of a block's first query is the least in it.
+    first = begin[:, :: rules.block].min(0)
+    if rules.window:
+        first = jnp.maximum(first, index[:: rules.block] - rules.window + 1)
+    return first // rules.block
 
 
-def _last_query_block(j: Array, blocks: int, rules: Rules) -> Array | int:
-    """One past the last block of queries that sees a block of keys."""
-    if not rules.window:
-        return blocks
-    return jnp.minimum(blocks, ((j + 1) * rules.block + rules.window - 2) // rules.block + 1)
+def _last_query_blocks(segments: Array, rules: Rules) -> Array:
+    """One past the last block of queries that sees each block of keys in any row: int32 [N]."""
+    length = segments.shape[1]
+    index = jnp.arange(length)
+    new = jnp.diff(segments, axis=1, append=-1) != 0
+    end = jax.lax.cummin(jnp.where(new | (segments == 0), index, length), 1, reverse=True)
+    # Of a block's last key: the place of the last query that sees any key of the block.
+    last = end[:, rules.block - 1 :: rules.block].max(0)
+    if rules.window:
+        last = jnp.minimum(last, index[rules.block - 1 :: rules.block] + rules.window - 1)
+    return last // rules.block + 1
 
 
 def _looped_forward(
     q: Array, k: Array, v: Array, segments: Array, rules: Rules
 ) -> tuple[Array, Array]:
     x = _cut_operands(q, k, v, segments, rules.block)
+    first = _first_key_blocks(segments, rules)
 
     def queries(i: Array) -> tuple[Array, Array]:
         def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -245,7 +263,7 @@ def _looped_forward(
             jnp.zeros(shape[:-1], jnp.float32),
         )
         start = jax.tree.map(lambda a: match_varying(a, q), start)
-        out, top, total = jax.lax.fori_loop(_first_key_block(i, rules), i + 1, keys, start)
+        out, top, total = jax.lax.fori_loop(first[i], i + 1, keys, start)
         total = jnp.maximum(total, _TINY)
         lse = jnp.where(top > MASKED / 2, top + jnp.log(total), 0.0)
         return (out / total[..., None]).astype(v.dtype), lse
@@ -265,7 +283,7 @@ def _looped_backward(
     rules: Rules,
 ) -> tuple[Array, Array, Array]:
     x = _cut_operands(q, k, v, segments, rules.block)
-    blocks = x.q.shape[0]
+    last = _last_query_blocks(segments, rules)
     lse, delta, d_out = (_cut(a, 3, rules.block) for a in (lse, delta, d_out))
 
     def keys(d_q: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -284,10 +302,9 @@ def _looped_backward(
             return d_q.at[i].add(d_q_part), d_k + d_k_part, d_v + d_v_part
 
         zero = match_varying(jnp.zeros(x.k.shape[1:], jnp.float32), q)
-        last = _last_query_block(j, blocks, rules)
-        d_q, d_k, d_v = jax.lax.fori_loop(j, last, queries, (d_q, zero, zero))
+        d_q, d_k, d_v = jax.lax.fori_loop(j, last[j], queries, (d_q, zero, zero))
         return d_q, (d_k, d_v)
 
     start = match_varying(jnp.zeros(x.q.shape, jnp.float32), q)
-    d_q, (d_k, d_v) = jax.lax.scan(keys, start, jnp.arange(blocks))
+    d_q, (d_k, d_v) = jax.lax.scan(keys, start, jnp.arange(x.q.shape[0]))
     return _join(d_q, 3), _join(d_k, 2), _join(d_v, 2)

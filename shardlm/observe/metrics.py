@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlm.observe.files import replace_text
+from shardlm.files import replace_text
 
 if TYPE_CHECKING:
     import jax
@@ -27,8 +27,10 @@ def update_record(
     learning_rate: float,
     tokens: int,
     seconds: float,
+    data_seconds: float,
     tokens_per_second: float,
     mfu: float | None,
+    balance: float,
     skipped: bool,
 ) -> dict[str, Any]:
     """The line of one update.
@@ -40,8 +42,10 @@ def update_record(
       learning_rate: of this update.
       tokens: loss tokens since the beginning of the run.
       seconds: from the end of the update before to the end of this one.
+      data_seconds: of them, those in which the host waited for the batch.
       tokens_per_second: loss tokens of this update over `seconds`.
       mfu: model FLOPs over the peak of the devices; None where the peak is unknown.
+      balance: estimated work of the busiest device over the mean: 1 where all have the same.
       skipped: whether the update was left out: a gradient was not finite, or no row had a target.
     """
     return {
@@ -51,8 +55,10 @@ def update_record(
         "learning_rate": float(learning_rate),
         "tokens": int(tokens),
         "seconds": float(seconds),
+        "data_seconds": float(data_seconds),
         "tokens_per_second": float(tokens_per_second),
         "mfu": None if mfu is None else float(mfu),
+        "balance": float(balance),
         "skipped": int(skipped),
     }
 

@@ -1,16 +1,14 @@
 """The directory of a run: who may use it, and where things are in it."""
 
 import errno
-import fcntl
 import os
-import socket
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from shardlm.arguments import from_yaml, to_yaml
 from shardlm.config import Config, ConfigError
-from shardlm.observe.files import replace_text
+from shardlm.files import Occupied, lock, replace_text
 
 _LOCK = ".lock"
 _NOT_CONTENTS = (_LOCK, ".config.yaml.tmp")
@@ -144,19 +142,10 @@ class RunDirectory:
             )
 
     def _take_lock(self) -> None:
-        lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-            os.close(lock)
+            self._lock = lock(self.path / _LOCK)
+        except Occupied as owner:
             raise RunDirectoryError(
                 f"run.dir is {self.path}, which {owner} is using: wait for it to end, or name "
                 "another directory"
             ) from None
-        except OSError:
-            os.close(lock)
-            raise
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        self._lock = lock

@@ -34,7 +34,7 @@ class Arithmetic:
         ways = batch_ways(sizes)
         return cls(
             examples,
-            config.train.batch,
+            config.batch,
             config.micro_batch,
             config.micro_batches,
             ways,

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float32, Int32
 
 from shardlm.data import Tokenizer
+from shardlm.data.tokenizer import decode_after
 from shardlm.mesh.axes import BATCH_AXES, batch_ways
 from shardlm.model.layers import Cache
 from shardlm.model.loss import capped_logits
@@ -51,10 +52,10 @@ def generate(
     key = jax.random.fold_in(jax.random.key(sampling.seed), SAMPLE)
     new = np.asarray(_decode(engine, sampling)(params, tokens, segments, key))
     texts = []
-    for row in new[: len(ids)]:
+    for prompt, row in zip(ids, new[: len(ids)], strict=True):
         end = tokenizer.end_of_document
         found = np.flatnonzero(row == end) if end is not None else np.empty(0, int)
-        texts.append(tokenizer.decode(row[: found[0]] if found.size else row))
+        texts.append(decode_after(tokenizer, prompt, row[: found[0]] if found.size else row))
     return texts
 
 

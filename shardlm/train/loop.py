@@ -10,13 +10,16 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax.errors import JaxRuntimeError
 
 from shardlm.checkpoint import CheckpointStore, SaveError, SavePolicy
 from shardlm.config import Config
+from shardlm.data import Update
+from shardlm.data.balance import imbalance
+from shardlm.mesh.axes import batch_ways
 from shardlm.model.flops import flops_per_token
 from shardlm.observe import (
     Console,
@@ -88,9 +91,18 @@ def _out_of_memory(config: Config, error: JaxRuntimeError) -> str:
     remat = "" if config.train.remat == "full" else "train.remat full, "
     return (
         f"{said.rstrip('.')}: lower train.micro_batch ({config.micro_batch} of train.batch "
-        f"{config.train.batch}; the result stays the same), or use {remat}mesh.shard_params all or "
+        f"{config.batch}; the result stays the same), or use {remat}mesh.shard_params all or "
         "more devices"
     )
+
+
+class Fed(NamedTuple):
+    """How an update got its batch."""
+
+    seconds: float
+    """That the host waited for it."""
+    balance: float
+    """See `update_record`."""
 
 
 class _Run:
@@ -107,6 +119,7 @@ class _Run:
     ) -> None:
         self.engine, self.config = engine, engine.config
         self.start, self.data, self.store = start, start.data, store
+        self.data.train.deal_to(batch_ways(engine.mesh.shape))
         self.commands, self.stop, self.started = commands, stop, started
         self.console = Console(
             self.config.train.steps,
@@ -120,6 +133,8 @@ class _Run:
         self.consecutive = 0
         """Updates skipped since the last good one."""
         self.delayed = DelayedMetrics()
+        self.fed: dict[int, Fed] = {}
+        """Of the updates whose metrics are not fetched yet."""
         self.pool = ThreadPoolExecutor(3)
 
     def go(self) -> int:
@@ -131,10 +146,10 @@ class _Run:
             say(f"this run has finished: all its {first:,} updates are made")
             say(how_to_go_on(self.engine, start.directory, self.commands))
             return 0
-        batches: Any = self.data.train.iterate(first)
-        with contextlib.closing(batches):
+        updates: Any = self.data.train.iterate(first)
+        with contextlib.closing(updates):
             # Each takes seconds. XLA cannot be interrupted, so this thread only waits.
-            drawn = pool.submit(next, batches)
+            drawn = pool.submit(next, updates)
             try:
                 ready = self._wait(
                     pool.submit(self._state, first), pool.submit(self._compile), drawn
@@ -144,12 +159,12 @@ class _Run:
                 wait([drawn])
             if ready is None:
                 return self._stopped(first)
-            state, step, batch = ready
+            state, step, update = ready
             write_config(start, config, first, int(state["opt"].skipped), say)
             with contextlib.closing(MetricsWriter(start.directory.metrics_path)) as self.writer:
                 if self.writer.truncate_after(first) < first:
                     say(f"metrics.jsonl has lost lines before update {first + 1:,}")
-                return self._updates(first, state, step, itertools.chain([batch], batches))
+                return self._updates(first, state, step, itertools.chain([update], updates))
 
     def _state(self, first: int) -> State:
         if first:
@@ -158,8 +173,9 @@ class _Run:
 
     def _compile(self) -> Any:
         """The update, compiled."""
-        batch = jax.eval_shape(lambda: dict(self.data.train.batch_at(0)))
-        return make_train_step(self.engine).lower(self.engine.abstract, batch).compile()
+        batch = jax.eval_shape(lambda: self.data.train.at(0).batch)
+        step = make_train_step(self.engine, buckets=len(self.data.train.shapes) > 1)
+        return step.lower(self.engine.abstract, batch).compile()
 
     def _wait(self, *futures: Future[Any]) -> list[Any] | None:
         """Results of work in threads, or None as soon as the run is to stop."""
@@ -170,10 +186,10 @@ class _Run:
                 return [future.result() for future in failed or futures]
         return None
 
-    def _updates(self, first: int, state: State, step: Any, batches: Iterator[Any]) -> int:
+    def _updates(self, first: int, state: State, step: Any, updates: Iterator[Update]) -> int:
         steps, keep = self.config.train.steps, self.config.checkpoint
         policy = SavePolicy(keep.every_steps, keep.every_minutes)
-        sharding = batch_sharding(self.engine)
+        sharding = batch_sharding(self.engine, buckets=len(self.data.train.shapes) > 1)
         done, saved_step, saved_at = first, first, time.monotonic()
         self.consecutive = int(state["opt"].consecutive)
         if self._evaluation_missing(first):
@@ -181,7 +197,11 @@ class _Run:
             self._evaluate(first, state)
         self.delayed.start()
         while done < steps and not self.stop.signal:
-            state, metrics = step(state, jax.device_put(next(batches), sharding))
+            waited = time.perf_counter()
+            update = next(updates)
+            batch = jax.device_put(update.batch, sharding)
+            self.fed[done + 1] = Fed(time.perf_counter() - waited, imbalance(update.work))
+            state, metrics = step(state, batch)
             done += 1
             self._record(self.delayed.push(done, metrics))
             if done == first + 1:
@@ -211,6 +231,7 @@ class _Run:
         self.consecutive = values["consecutive"]
         skipped = self.consecutive > 0
         per_second = values["tokens"] / fetched.seconds
+        fed = self.fed.pop(fetched.step)
         record = update_record(
             step=fetched.step,
             loss=values["loss"],
@@ -218,8 +239,10 @@ class _Run:
             learning_rate=values["learning_rate"],
             tokens=self.tokens,
             seconds=fetched.seconds,
+            data_seconds=fed.seconds,
             tokens_per_second=per_second,
             mfu=mfu(per_second * self.per_token, list(self.engine.mesh.devices.flat)),
+            balance=fed.balance,
             skipped=skipped,
         )
         self.writer.write(record)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Int32
 
 from shardlm.config import Config, ConfigError
 from shardlm.data import DataError, Tokenizer
@@ -11,7 +12,7 @@ from shardlm.data import DataError, Tokenizer
 def encode_prompts(
     config: Config, tokenizer: Tokenizer, prompts: Sequence[str], tokens: int, key: str = "prompt"
 ) -> list[np.ndarray]:
-    """Ids of each prompt, int32.
+    """Ids of each prompt, int32; the start of a document in front, where the tokenizer has one.
 
     Args:
       config: of the model.
@@ -21,17 +22,17 @@ def encode_prompts(
       key: what messages call a prompt.
 
     Raises:
-      ConfigError: an empty prompt, a character that the tokenizer does not know, or more tokens
-        than learned positions.
+      ConfigError: an empty prompt, one that the tokenizer has no ids for, or more tokens than
+        learned positions.
     """
     found = []
     for prompt in prompts:
+        if not prompt:
+            raise ConfigError(f"{key} is empty: give at least one character")
         try:
-            ids = tokenizer.encode(prompt)
+            ids = prompt_ids(tokenizer, prompt)
         except DataError as error:
             raise ConfigError(f"{key} is {prompt!r}: {error}") from None
-        if not len(ids):
-            raise ConfigError(f"{key} is empty: give at least one character")
         room = room_after(config, len(ids))
         if room is not None and tokens > room:
             raise ConfigError(
@@ -40,6 +41,19 @@ def encode_prompts(
             )
         found.append(ids)
     return found
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> Int32[np.ndarray, "tokens"]:
+    """Ids of a prompt, as the start of a document that goes on.
+
+    Raises:
+      DataError: a character that has no id, or nothing that has one.
+    """
+    start = tokenizer.start_of_document
+    ids = tokenizer.encode(prompt)
+    if not len(ids):
+        raise DataError("the tokenizer has no token for any of it: give another text")
+    return ids if start is None else np.insert(ids, 0, start)
 
 
 def room_after(config: Config, tokens: int) -> int | None:

@@ -26,8 +26,18 @@ def describe(engine: Engine, data: Data) -> str:
         f"model       {engine.transformer.count():,} parameters, {config.model.layers} layers, "
         f"width {config.model.embed}, computing in {engine.dtype}",
         f"mesh        {axes or 'one device'} ({devices})",
-        str(Arithmetic.of(config, engine.mesh.shape, data.train.rows_per_epoch)),
+        # Of rows of several lengths, as many of the longest as have their places.
+        str(
+            Arithmetic.of(
+                config, engine.mesh.shape, round(data.train.updates_per_epoch * config.batch)
+            )
+        ),
     ]
+    if len(data.train.shapes) > 1:
+        shapes = ", or ".join(map(str, data.train.shapes))
+        lines.append(f"a micro-batch is {shapes}: {len(data.train.shapes)} shapes, compiled once")
+    if data.train.padding >= 0.001:
+        lines.append(f"padding     {data.train.padding:.1%} of the places of all rows")
     whole = _whole_over_data(engine)
     total = sum(map(bytes_per_device, whole))
     if total > 1024:  # Constants of an optimizer are not worth a line.

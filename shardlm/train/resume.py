@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from shardlm.checkpoint import CheckpointStore
 from shardlm.config import Config, ConfigError
+from shardlm.files import replace_text
 from shardlm.observe import RunDirectory, read_metrics
-from shardlm.observe.files import replace_text
 from shardlm.optim import learning_rate
 from shardlm.train.setup import refuse_changes
 from shardlm.train.start import Start

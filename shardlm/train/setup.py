@@ -21,6 +21,7 @@ from shardlm.observe import memory_limit
 from shardlm.optim import make_optimizer
 from shardlm.train.state import State, abstract_state, init_state, shardings
 from shardlm.train.step import Engine, padded_length
+from shardlm.validation import batch_key
 
 FREE_TO_CHANGE = (
     "run.dir",
@@ -31,6 +32,8 @@ FREE_TO_CHANGE = (
     "model.attention",
     "model.attention_block",
     "model.scan_unroll",
+    "data.cache",
+    "data.balance",
     "data.prefetch",
     "train.micro_batch",
     "train.remat",
@@ -106,11 +109,11 @@ def check_memory(engine: Engine) -> None:
     if limit is None:
         return
     # Tokens, targets, segments and positions, int32.
-    batch = config.train.batch * config.data.length * 16 // batch_ways(engine.mesh.shape)
+    batch = config.batch * config.data.length * 16 // batch_ways(engine.mesh.shape)
     state = sum(map(bytes_per_device, jax.tree.leaves(engine.abstract)))
     if batch > limit:
         raise ConfigError(
-            f"train.batch is {config.train.batch} and data.length {config.data.length}: one batch "
+            f"{batch_key(config)} and data.length {config.data.length}: one batch "
             f"takes {batch:,} bytes a device, which has {limit:,}: lower them"
         )
     if state > limit:

@@ -1,7 +1,7 @@
 """The beginning of a run: its directory and its data. Imports no jax, so that a mistake in them is
 reported at once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,16 +24,20 @@ class Start:
 
 
 @contextmanager
-def begin(config: Config) -> Iterator[Start]:
+def begin(config: Config, stopped: Callable[[], bool]) -> Iterator[Start]:
     """Check the configuration, own the directory of the run, and read the text.
 
+    Args:
+      stopped: asked now and then while text is tokenized: whether to stop.
+
     Raises:
+      Interrupted: `stopped`.
       ConfigError: the configuration, the directory or the data cannot be used.
     """
     validate(config)
     with RunDirectory.open(config.run.dir, config.run.fresh) as directory:
         before = directory.read_config()
-        data = load_data(config)
+        data = load_data(config, stopped)
         if config.eval.sample_tokens:
             # Now, rather than after the last update. One token: `sample_tokens` is an upper bound.
             encode_prompts(config, data.tokenizer, [config.eval.prompt], 1, "eval.prompt")

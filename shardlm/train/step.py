@@ -2,11 +2,15 @@
 
     batch ──┐   shard_map, one device's part                     whole arrays, any optax
     params ─┴─ weights ─ micro-batches: loss, gradients ─ sums ──┬─ clip, optimizer ─ new state
-               gather     (a scan; fp32 sums over tokens)        └─ metrics
+               gather     (loops; fp32 sums over tokens)         └─ metrics
 
 The model runs inside one `jax.shard_map` over every mesh axis, so that all it sends is written in
 `shardlm.parallel.collectives`. The optimizer runs outside, on global arrays, so that any optax
 transformation means there what it means on one device.
+
+A batch has rows of one length, or `Buckets` of several: a loop over micro-batches for each length.
+The loops of buckets turn as often as the batch says, so that one program, compiled once, makes an
+update of any mixture of lengths.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,8 +23,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardlm.config import Config
+from shardlm.data.buckets import Buckets
 from shardlm.mesh import AxisRules
-from shardlm.mesh.axes import BATCH_AXES
+from shardlm.mesh.axes import BATCH_AXES, batch_ways
 from shardlm.model.loss import LossRules, next_token_loss
 from shardlm.model.transformer import Params, Transformer
 from shardlm.optim import Guarded, accumulate, global_norm, learning_rate
@@ -28,7 +33,9 @@ from shardlm.parallel.collectives import Parallel
 from shardlm.train.state import DROPOUT, State, shardings, specs
 
 Batch = Mapping[str, Array]
-"""tokens, targets, segments, positions: int32 [batch, T]."""
+"""tokens, targets, segments, positions: int32 [batch, T]; rows: int32 [batch], the number of each
+row in the update, by which its dropout masks are drawn. Nothing else depends on the order of the
+rows, so data loading may deal them to devices as it likes."""
 
 
 class Engine(NamedTuple):
@@ -52,13 +59,12 @@ def loss_sums(
     par: Parallel,
     params: Params,
     batch: Batch,
-    rows: Array | None = None,
     dropout_key: Array | None = None,
 ) -> tuple[Array, tuple[Array, Array]]:
     """Objective, negative log likelihood and tokens of one device's rows, summed.
 
     To be called inside `shard_map`. `params` are typed as varying on every axis if they are to be
-    differentiated.
+    differentiated. Without a dropout key the batch needs no `rows`.
     """
     config = engine.config
     batch = pad_sequence(batch, par.size("model"))
@@ -72,7 +78,7 @@ def loss_sums(
         attention=engine.attention,
         remat=config.train.remat,
         dropout_key=dropout_key,
-        rows=rows,
+        rows=batch.get("rows"),
     )
     model = config.model
     rules = LossRules(
@@ -84,13 +90,15 @@ def loss_sums(
 
 
 def pad_sequence(batch: Batch, multiple: int) -> Batch:
-    """Pad rows [B, T] to a multiple with segment 0 and no targets."""
+    """Pad rows [B, T] to a multiple with segment 0 and no targets; `rows` [B] stay."""
     length = batch["tokens"].shape[1]
     pad = padded_length(length, multiple) - length
     if not pad:
         return batch
     return {
-        k: jnp.pad(x, ((0, 0), (0, pad)), constant_values=-1 if k == "targets" else 0)
+        k: x
+        if k == "rows"
+        else jnp.pad(x, ((0, 0), (0, pad)), constant_values=-1 if k == "targets" else 0)
         for k, x in batch.items()
     }
 
@@ -100,7 +108,7 @@ def padded_length(length: int, multiple: int) -> int:
     return length + -length % multiple
 
 
-def make_gradients(engine: Engine) -> Callable[[Params, Batch, Array], Any]:
+def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array], Any]:
     """A function of (params, batch, step) on global arrays: the mean gradient over the batch's
     tokens, the sum of the negative log likelihoods, and the count of tokens."""
     config, rules = engine.config, engine.rules
@@ -108,65 +116,84 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch, Array], Any]:
     once = shard_params == "optimizer"
     par = Parallel(rules, gather_weights=shard_params == "all")
     param_specs = specs(engine.abstract["params"])
-    batch_spec = rules.spec(("batch", None))
-    micro_batches = config.micro_batches
 
-    def local(params: Params, batch: Batch, step: Array) -> Any:
-        n = batch["tokens"].shape[0]
-        first = par.index(*BATCH_AXES) * n
+    def local(params: Params, batch: Batch | Buckets, step: Array) -> Any:
         key = jax.random.fold_in(jax.random.key(config.run.seed), DROPOUT)
         key = jax.random.fold_in(key, step)
-
-        def cut(x: Array) -> Array:
-            # Cutting this device's own rows moves nothing between devices.
-            return x.reshape(micro_batches, n // micro_batches, *x.shape[1:])
-
-        parts = {k: cut(x) for k, x in batch.items()}
-        parts["rows"] = cut(first + jnp.arange(n))
         weights = par.varying(params)
         if once:
             weights = par.gather_tree(weights, param_specs, engine.dtype)
 
-        def micro_batch(carry: Any, _: None) -> tuple[Any, None]:
-            # The parts go round rather than being scanned over: XLA fuses the slice at a running
-            # index that a scan takes into the loops over what depends on it, attention's masks for
-            # one, and on CPU does not vectorize those.
-            acc, nll, count, parts = carry
-            part = {k: x[0] for k, x in parts.items()}
-            parts = {k: jnp.roll(x, -1, 0) for k, x in parts.items()}
-            rows = part["rows"]
-            part = {k: x for k, x in part.items() if k != "rows"}
+        def micro_batch(_: Any, carry: Any) -> Any:
+            # The rows go round rather than being sliced at the loop's index: XLA fuses such a slice
+            # into the loops over what depends on it, attention's masks for one, and on CPU does not
+            # vectorize those.
+            (acc, nll, count), rows = carry
             grads, (nll_part, tokens) = jax.grad(partial(loss_sums, engine, par), has_aux=True)(
-                weights, part, rows, key
+                weights, {k: x[0] for k, x in rows.items()}, key
             )
-            return (accumulate.add(acc, grads, tokens), nll + nll_part, count + tokens, parts), None
+            sums = accumulate.add(acc, grads, tokens), nll + nll_part, count + tokens
+            return sums, {k: jnp.roll(x, -1, 0) for k, x in rows.items()}
 
         # The loss is equal on the devices of `model`, and typed so.
         examples = partial(par.varying, axes=BATCH_AXES)
         zero = accumulate.zeros_like_accumulated(weights)
-        start = (
+        sums = (
             zero._replace(grads=par.varying(zero.grads), weight=examples(zero.weight)),
             examples(jnp.float32(0)),
             examples(jnp.int32(0)),
-            parts,
         )
-        (acc, nll, count, _), _ = jax.lax.scan(micro_batch, start, None, micro_batches)
+        for rows, turns in _loops(engine, batch):
+            sums, _ = jax.lax.fori_loop(0, turns, micro_batch, (sums, rows))
+        acc, nll, count = sums
         whole = accumulate.Accumulated(
             par.reduce_gradients(acc.grads, param_specs, gathered=once),
             par.sum_examples(acc.weight),
         )
         return accumulate.mean(whole), par.sum_examples(nll), par.sum_examples(count)
 
-    return jax.shard_map(
-        local,
-        mesh=engine.mesh,
-        in_specs=(param_specs, batch_spec, PartitionSpec()),
-        out_specs=(param_specs, PartitionSpec(), PartitionSpec()),
-    )
+    def gradients(params: Params, batch: Batch | Buckets, step: Array) -> Any:
+        batch_specs = _batch_specs(engine, isinstance(batch, Buckets))
+        whole = PartitionSpec()
+        run = jax.shard_map(
+            local,
+            mesh=engine.mesh,
+            in_specs=(param_specs, batch_specs, whole),
+            out_specs=(param_specs, whole, whole),
+        )
+        return run(params, batch, step)
+
+    return gradients
 
 
-def make_train_step(engine: Engine) -> jax.stages.Wrapped:
+def _loops(engine: Engine, batch: Batch | Buckets) -> list[tuple[Batch, Array | int]]:
+    """One device's rows of each length, cut into micro-batches [K, rows, ...], and how many of
+    those to run.
+
+    With buckets that number is part of the batch. It is the same on all devices, and typed so: the
+    loops send, and a device that turned more often would wait for the others for ever.
+    """
+    positions = engine.config.micro_batch * engine.config.data.length
+    here = positions // batch_ways(engine.mesh.shape)
+
+    def cut(part: Batch) -> Batch:
+        n, length = part["tokens"].shape
+        rows = here // length
+        assert rows * length == here, f"rows of {length} do not divide {here} positions a device"
+        assert n % rows == 0, f"{n} rows a device are not micro-batches of {rows}"
+        # Cutting this device's own rows moves nothing between devices.
+        return {k: x.reshape(n // rows, rows, *x.shape[1:]) for k, x in part.items()}
+
+    if isinstance(batch, Buckets):
+        return [(cut(part), batch.counts[s]) for s, part in enumerate(batch.parts)]
+    rows = cut(batch)
+    return [(rows, rows["tokens"].shape[0])]
+
+
+def make_train_step(engine: Engine, buckets: bool = False) -> jax.stages.Wrapped:
     """The update: a jitted function of (state, batch), with the state donated, to (state, metrics).
+
+    Batches are flat, or `Buckets`: the one of them that `buckets` says.
 
     Metrics are scalars: `loss` (nats a token, mean over the batch's targets), `grad_norm` (before
     clipping), `tokens` (with a target, int32), `skipped` (updates skipped so far, int32) and
@@ -176,7 +203,7 @@ def make_train_step(engine: Engine) -> jax.stages.Wrapped:
     gradients = make_gradients(engine)
     schedule = learning_rate(engine.config)
 
-    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, Array]]:
+    def train_step(state: State, batch: Batch | Buckets) -> tuple[State, dict[str, Array]]:
         grads, nll, tokens = gradients(state["params"], batch, state["step"])
         norm = global_norm(grads)
         params, opt = engine.optimizer.apply(
@@ -195,14 +222,17 @@ def make_train_step(engine: Engine) -> jax.stages.Wrapped:
     whole = NamedSharding(engine.mesh, PartitionSpec())
     return jax.jit(
         train_step,
-        in_shardings=(shardings(engine.abstract), batch_sharding(engine)),
+        in_shardings=(shardings(engine.abstract), batch_sharding(engine, buckets)),
         out_shardings=(shardings(engine.abstract), whole),
         donate_argnums=0,
     )
 
 
 def make_eval_step(engine: Engine) -> jax.stages.Wrapped:
-    """A jitted function of (params, batch): sum of the negative log likelihoods, and tokens."""
+    """A jitted function of (params, flat batch): sum of the negative log likelihoods, and tokens.
+
+    Nothing is dropped, so the batch needs no `rows`.
+    """
     par = Parallel(engine.rules, gather_weights=engine.config.mesh.shard_params != "none")
 
     def local(params: Params, batch: Batch) -> tuple[Array, Array]:
@@ -214,12 +244,23 @@ def make_eval_step(engine: Engine) -> jax.stages.Wrapped:
         jax.shard_map(
             local,
             mesh=engine.mesh,
-            in_specs=(specs(engine.abstract["params"]), engine.rules.spec(("batch", None))),
+            in_specs=(specs(engine.abstract["params"]), _batch_specs(engine)),
             out_specs=(spec, spec),
         )
     )
 
 
-def batch_sharding(engine: Engine) -> NamedSharding:
-    """How a batch [batch, T] is split."""
-    return NamedSharding(engine.mesh, engine.rules.spec(("batch", None)))
+def batch_sharding(engine: Engine, buckets: bool = False) -> Any:
+    """How a batch is split: for `jax.device_put`, one sharding for all arrays of a flat batch, or
+    with `buckets` a `Buckets` of one for the counts and one for all arrays of all parts."""
+    return jax.tree.map(
+        partial(NamedSharding, engine.mesh),
+        _batch_specs(engine, buckets),
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
+def _batch_specs(engine: Engine, buckets: bool = False) -> Any:
+    # Of the first dimension only, since `rows` has no other.
+    rows = engine.rules.spec(("batch",))
+    return Buckets(PartitionSpec(), rows) if buckets else rows  # type: ignore[arg-type]

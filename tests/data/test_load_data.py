@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from shardlm.config import Config, DataConfig, ModelConfig, RunConfig, TrainConfig
-from shardlm.data import DataError, load_data
+from shardlm.data import DataError, Loader, load_data
 
 
 def make(sources, batch=2, length=5, seed=0, vocab=None, **data):
@@ -32,8 +31,14 @@ def folder(tmp_path):
 
 
 def texts_of(loader, tokenizer):
-    tokens, starts = loader.corpus.tokens, loader.corpus.starts
-    return [tokenizer.decode(tokens[a:b]) for a, b in pairwise(starts)]
+    corpora = loader.corpora if isinstance(loader, Loader) else [loader.corpus]
+    return [tokenizer.decode(c.document(i)) for c in corpora for i in range(c.documents)]
+
+
+def ids_of(loader):
+    """All ids of a split of one source."""
+    corpus = loader.corpora[0] if isinstance(loader, Loader) else loader.corpus
+    return np.concatenate([corpus.document(i) for i in range(corpus.documents)])
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "characters"])
@@ -43,6 +48,7 @@ def test_documents_are_on_one_side_each(folder, tokenizer):
     validation = texts_of(data.validation, data.tokenizer)
     whole = [path.read_text(encoding="utf-8") for path in folder.iterdir()]
     assert sorted(train + validation) == sorted(whole)
+    assert not set(train) & set(validation)
     assert 4 <= len(validation) <= 16
     sizes = {"bytes": lambda t: len(t.encode()), "characters": lambda t: len(t) - 1}
     count = sizes[tokenizer]  # every byte is predicted but for the first, and the end is
@@ -88,9 +94,8 @@ def test_shakespeare_by_characters_is_split_as_published(tinyshakespeare):
     expected = np.array([ids[character] for character in text])
     cut = int(0.9 * len(text))
     assert data.tokenizer.vocab_size == 65
-    assert np.array_equal(data.train.corpus.tokens, expected[:cut])
-    assert np.array_equal(data.validation.corpus.tokens, expected[cut:])
-    assert data.train.corpus.tokens.dtype == np.uint8
+    assert np.array_equal(ids_of(data.train), expected[:cut])
+    assert np.array_equal(ids_of(data.validation), expected[cut:])
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.6])
@@ -112,11 +117,10 @@ def test_the_tail_of_several_documents(tmp_path, share):
 def test_without_validation(folder):
     data = load_data(make([folder], validation=0.0))
     assert data.validation is None
-    assert data.train.corpus.documents == 40
+    assert data.train.summary().documents == 40
     assert "none" in data.summary()
     tail = load_data(make([folder], validation=0.0, split="tail"))
-    assert np.array_equal(tail.train.corpus.tokens, data.train.corpus.tokens)
-    assert np.array_equal(tail.train.corpus.starts, data.train.corpus.starts)
+    assert texts_of(tail.train, tail.tokenizer) == texts_of(data.train, data.tokenizer)
 
 
 def test_the_fingerprint_knows_the_text_and_not_its_place(folder, tmp_path_factory):
@@ -126,10 +130,10 @@ def test_the_fingerprint_knows_the_text_and_not_its_place(folder, tmp_path_facto
     for path in folder.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     assert load_data(make([copy])).fingerprint == first.fingerprint
-    others = [make([folder], validation=0.3), make([folder], tokenizer="characters")]
+    other = load_data(make([folder], tokenizer="characters"))
     (copy / "7.txt").write_bytes((copy / "7.txt").read_bytes() + b"x")
-    prints = {load_data(config).fingerprint for config in [*others, make([copy])]}
-    assert len(prints | {first.fingerprint}) == 4
+    prints = {data.fingerprint for data in (first, other, load_data(make([copy])))}
+    assert len(prints) == 3
 
 
 def test_a_vocabulary_below_the_tokenizers_is_refused(folder):

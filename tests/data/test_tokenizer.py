@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlm.config import ConfigError
-from shardlm.data import DataError, Document, from_json
+from shardlm.data import DataError, from_json
 from shardlm.data.tokenizer import BytesTokenizer, CharactersTokenizer, make_tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -24,7 +24,7 @@ def test_bytes_round_trip(text):
 
 @given(st.lists(TEXTS, min_size=1).filter(any))
 def test_characters_are_those_of_the_text_in_order(texts):
-    tokenizer = make_tokenizer("characters", [Document("d", text.encode()) for text in texts])
+    tokenizer = make_tokenizer("characters", texts)
     expected = sorted(set("".join(texts)))
     assert tokenizer.vocab_size == len(expected)
     assert tokenizer.decode(range(len(expected))) == "".join(expected)
@@ -49,9 +49,8 @@ def test_bytes_that_are_no_character_are_replaced():
 
 @given(TEXTS.filter(bool))
 def test_a_stored_tokenizer_is_an_equal_one(text):
-    documents = [Document("d", text.encode())]
     for name in ("bytes", "characters"):
-        tokenizer = make_tokenizer(name, documents)
+        tokenizer = make_tokenizer(name, [text])
         assert from_json(tokenizer.to_json()) == tokenizer
 
 

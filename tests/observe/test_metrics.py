@@ -24,8 +24,10 @@ def record(step, **changes):
         "learning_rate": 1e-3,
         "tokens": 100 * step,
         "seconds": 0.25,
+        "data_seconds": 0.001,
         "tokens_per_second": 400.0,
         "mfu": None,
+        "balance": 1.0,
         "skipped": False,
     }
     return update_record(**(values | changes))
@@ -46,7 +48,7 @@ def test_a_line_has_the_keys_of_the_contract_and_is_there_at_once(path):
     (line,) = path.read_text().splitlines()
     assert list(json.loads(line)) == [
         *("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds"),
-        *("tokens_per_second", "mfu", "skipped"),
+        *("data_seconds", "tokens_per_second", "mfu", "balance", "skipped"),
     ]
     assert json.loads(line)["tokens"] == 2**40 + 1
     assert json.loads(line)["mfu"] is None

@@ -53,6 +53,7 @@ class Tiny:
         targets = np.where(rng.random(shape) < 0.6, rng.integers(0, VOCAB, shape), -1)
         batch = {"tokens": tokens, "targets": targets, "segments": segments}
         batch["positions"] = np.where(place >= start, place - start, place)
+        batch["rows"] = np.arange(BATCH, dtype=np.int32)
         return {k: v.astype(np.int32) for k, v in batch.items()}
 
     @staticmethod

@@ -48,7 +48,7 @@ def test_logged_tokens_are_those_of_the_rows(runs, finished, tmp_path):
     run = finished(tmp_path / "run")
     train = load_data(RunDirectory(run).read_config()).train
     assert train.rows_per_epoch < 6 * 12
-    seen = sum(int((train.batch_at(step)["targets"] >= 0).sum()) for step in range(6))
+    seen = sum(int((train.at(step).batch["targets"] >= 0).sum()) for step in range(6))
     assert [r["tokens"] for r in runs.figures(run) if "loss" in r][-1] == seen
 
 

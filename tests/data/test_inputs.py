@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from shardlm.data import DataError, read_documents
-from shardlm.data.sources import TEXT_SUFFIXES
+from shardlm.data import DataError
+from shardlm.data.inputs import TEXT_SUFFIXES, list_inputs
+from shardlm.data.readers import Reading, parse, read_chunks
 
 BOM = b"\xef\xbb\xbf"
 
@@ -17,17 +18,21 @@ def write(path, data):
     return str(path)
 
 
-def names(sources):
-    return [document.name for document in read_documents(sources)]
+def names(source):
+    return [found.name for found in list_inputs(source)]
+
+
+def texts(source):
+    chunks = read_chunks(list_inputs(source))
+    return [document.text for chunk in chunks for document in parse(chunk, Reading()).documents]
 
 
 def test_a_directory_is_read_in_order_of_names_and_only_its_text(tmp_path):
     skipped = (".git/x.txt", "__pycache__/y.py", "image.png", ".h.c")
     for name in ("b.txt", "a/z.md", "a/c.PY", *skipped):
         write(tmp_path / name, name.encode())
-    documents = read_documents([str(tmp_path)])
-    assert [d.name for d in documents] == ["a/c.PY", "a/z.md", "b.txt"]
-    assert [d.text for d in documents] == ["a/c.PY", "a/z.md", "b.txt"]
+    assert names(str(tmp_path)) == ["a/c.PY", "a/z.md", "b.txt"]
+    assert texts(str(tmp_path)) == ["a/c.PY", "a/z.md", "b.txt"]
 
 
 def test_names_do_not_depend_on_where_the_source_lies(tmp_path, monkeypatch):
@@ -35,53 +40,50 @@ def test_names_do_not_depend_on_where_the_source_lies(tmp_path, monkeypatch):
         write(tmp_path / top / "a" / "x.txt", b"x")
     monkeypatch.chdir(tmp_path / "one")
     expected = ["a/x.txt"]
-    assert names([str(tmp_path / "two")]) == names(["."]) == names(["../one"]) == expected
-    assert names(["**/*.txt"]) == names([str(tmp_path / "two" / "*" / "*.txt")]) == expected
-    assert names(["a/x.txt"]) == ["x.txt"]
+    assert names(str(tmp_path / "two")) == names(".") == names("../one") == expected
+    assert names("**/*.txt") == names(str(tmp_path / "two" / "*" / "*.txt")) == expected
+    assert names("a/x.txt") == ["x.txt"]
 
 
-def test_sources_keep_their_order_and_a_file_is_read_once(tmp_path):
+def test_a_file_is_read_once(tmp_path):
     for name in ("a.txt", "b.txt", "c.log"):
         write(tmp_path / name, name.encode())
     (tmp_path / "d.txt").symlink_to("a.txt")
-    sources = [str(tmp_path / "b.txt"), str(tmp_path), str(tmp_path / "*")]
-    assert names(sources) == ["b.txt", "a.txt", "c.log"]
+    assert names(str(tmp_path / "*")) == ["a.txt", "b.txt", "c.log"]
 
 
 def test_patterns_skip_hidden_names_unless_asked(tmp_path):
     for name in ("a.txt", ".b.txt", "c/d.txt", "c/.e/f.txt"):
         write(tmp_path / name, b"x")
-    assert names([str(tmp_path / "**" / "*.txt")]) == ["a.txt", "c/d.txt"]
-    assert names([str(tmp_path / "**")]) == ["a.txt", "c/d.txt"]
-    assert names([str(tmp_path / ".*.txt")]) == [".b.txt"]
+    assert names(str(tmp_path / "**" / "*.txt")) == ["a.txt", "c/d.txt"]
+    assert names(str(tmp_path / "**")) == ["a.txt", "c/d.txt"]
+    assert names(str(tmp_path / ".*.txt")) == [".b.txt"]
 
 
 def test_a_file_whose_name_looks_like_a_pattern_is_that_file(tmp_path):
     write(tmp_path / "1.txt", b"wrong")
     path = write(tmp_path / "[1].txt", b"right")
-    assert [d.text for d in read_documents([path])] == ["right"]
+    assert texts(path) == ["right"]
 
 
 def test_a_byte_order_mark_changes_nothing(tmp_path):
     plain = write(tmp_path / "plain.txt", "\n\nä\r\n".encode())
     marked = write(tmp_path / "marked.txt", BOM + "\n\nä\r\n".encode())
-    data = [d.data for d in read_documents([plain, marked])]
-    assert data[0] == data[1] == "\n\nä\r\n".encode()
-    inside = write(tmp_path / "inside.txt", b"a" + BOM)
-    assert read_documents([inside])[0].text == "a\ufeff"
+    assert texts(plain) == texts(marked) == ["\n\nä\r\n"]
+    assert texts(write(tmp_path / "inside.txt", b"a" + BOM)) == ["a\ufeff"]
 
 
 def test_a_line_of_20_megabytes_and_characters_of_four_bytes(tmp_path):
     text = "a" + "\U0001f600" * 5_000_000
     path = write(tmp_path / "long.txt", text.encode())
-    assert read_documents([path])[0].text == text
+    assert texts(path) == [text]
 
 
 def test_empty_files_in_a_directory_add_nothing(tmp_path):
     write(tmp_path / "__init__.py", b"")
     write(tmp_path / "bom.txt", BOM)
     write(tmp_path / "a.py", b"x")
-    assert names([str(tmp_path)]) == ["a.py"]
+    assert texts(str(tmp_path)) == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +94,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_place(tmp_path, data, offset,
     path = write(tmp_path / "bad.txt", data)
     for source in (path, str(tmp_path), str(tmp_path / "*.txt")):
         with pytest.raises(DataError) as error:
-            read_documents([source])
+            texts(source)
         for part in (path, "UTF-8", byte, f"offset {offset} ", "convert"):
             assert part in str(error.value)
 
@@ -112,24 +114,22 @@ def test_missing_and_empty_sources_are_refused(tmp_path):
         str(tmp_path / "*"): ["no file matches"],
     }.items():
         with pytest.raises(DataError) as error:
-            read_documents([source])
+            texts(source)
         for part in ["data.sources", *parts]:
             assert part in str(error.value)
     if sys.version_info < (3, 13):
         with pytest.raises(DataError, match=r"data\.sources: .*a\*\*b is no pattern"):
-            read_documents([str(tmp_path / "a**b")])
-    with pytest.raises(DataError, match="names no text"):
-        read_documents([])
+            texts(str(tmp_path / "a**b"))
 
 
 def test_unreadable_files_and_directories_are_refused(unprivileged):
     path = write(unprivileged / "closed" / "a.txt", b"x")
     os.chmod(path, 0)
     with pytest.raises(DataError, match=r"a\.txt cannot be read \(Permission denied\)"):
-        read_documents([str(unprivileged)])
+        texts(str(unprivileged))
     os.chmod(os.path.dirname(path), 0)
     with pytest.raises(DataError, match=r"closed cannot be read \(Permission denied\)"):
-        read_documents([str(unprivileged)])
+        texts(str(unprivileged))
 
 
 def test_an_error_of_the_system_names_the_file(tmp_path):
@@ -137,14 +137,14 @@ def test_an_error_of_the_system_names_the_file(tmp_path):
     (tmp_path / "gone.txt").symlink_to("absent")
     for name in ("loop.txt", "gone.txt"):
         with pytest.raises(DataError, match=rf"{name} cannot be read \("):
-            read_documents([str(tmp_path / name)])
+            texts(str(tmp_path / name))
 
 
 def test_a_pipe_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     for source in (tmp_path, tmp_path / "pipe.txt", tmp_path / "*.txt"):
         with pytest.raises(DataError, match=r"pipe\.txt is not a regular file"):
-            read_documents([str(source)])
+            texts(str(source))
 
 
 def test_loops_of_links_end_and_linked_directories_are_read_once(tmp_path):
@@ -156,16 +156,15 @@ def test_loops_of_links_end_and_linked_directories_are_read_once(tmp_path):
         (corpus / f"self{i}").symlink_to(".")
     (corpus / "linked").symlink_to(tmp_path / "elsewhere")
     (corpus / "linked_again").symlink_to(tmp_path / "elsewhere")
-    assert names([str(corpus)]) == ["a/x.txt", "linked/y.txt"]
-    assert names([str(corpus / "**" / "*.txt")]) == ["a/x.txt"]
+    assert names(str(corpus)) == ["a/x.txt", "linked/y.txt"]
+    assert names(str(corpus / "**" / "*.txt")) == ["a/x.txt"]
 
 
 def test_the_standard_library_is_the_same_every_time_and_without_tests():
-    documents = read_documents(["stdlib"])
-    found = [d.name for d in documents]
-    assert found == sorted(found) == names(["stdlib"])
+    found = names("stdlib")
+    assert found == sorted(found) == names("stdlib")
     assert {"argparse.py", "json/decoder.py", "email/message.py"} <= set(found)
     directories = {part for name in found for part in name.split("/")[:-1]}
     assert not directories & {"test", "tests", "idle_test", "site-packages", "__pycache__"}
     assert all(name.endswith(".py") and "_sysconfigdata" not in name for name in found)
-    assert 8e6 < sum(len(d.data) for d in documents) < 16e6
+    assert 8e6 < sum(map(len, texts("stdlib"))) < 16e6

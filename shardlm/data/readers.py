@@ -1,0 +1,364 @@
+"""From inputs to documents, in two stages: `read_chunks` finds bounded amounts of raw input, in an
+order that depends on the inputs only, and `parse` makes documents of one, in any process.
+
+A text file is one document, however large. Structured rows (.jsonl, .parquet, datasets) are a
+document each, the text in one field. Arrays (.npy) are ids already: of two dims a document a row,
+of one dim a stream.
+"""
+
+import contextlib
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Literal
+
+import numpy as np
+
+from shardlm.data.errors import DataError
+from shardlm.data.inputs import BOM, Input
+from shardlm.data.opening import from_hub, is_url, opened, reported, require
+
+TARGET_BYTES = 1 << 22
+"""Of a chunk; one line or file may be larger."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How text is found and decoded: `data.field` and `data.errors`."""
+
+    field: str = "text"
+    errors: Literal["error", "replace", "skip"] = "error"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text, or its ids where it is tokenized already.
+
+    `name` is the file's name below its source; of rows, with the number of the line or row from 1.
+    `stream`: the ids are of several documents, each with its end.
+    """
+
+    name: str
+    text: str | None = None
+    ids: np.ndarray | None = None
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A bounded amount of raw input."""
+
+    inputs: tuple[Input, ...]
+    """Whole files; of the other kinds one input."""
+    stored_bytes: int
+    """Its share of the inputs' sizes."""
+    first: int = 0
+    """Number, from 1, of its first line or row; of parquet, of the row group."""
+    data: Any = None
+    """Lines (bytes), or rows of a streamed dataset (a list)."""
+    stop: int = 0
+    """Number of the row after its last one."""
+
+
+@dataclass
+class Parsed:
+    """Documents of a chunk, and how many were not as they should be."""
+
+    documents: list[Document]
+    empty: int = 0
+    """Without text."""
+    skipped: int = 0
+    """Left out, not being UTF-8."""
+    replaced: int = 0
+    """With U+FFFD for what was not UTF-8."""
+
+
+def read_chunks(inputs: Sequence[Input], target_bytes: int = TARGET_BYTES) -> Iterator[Chunk]:
+    """The inputs, cut into chunks.
+
+    Raises:
+      DataError: one cannot be opened or decompressed.
+    """
+    files: list[Input] = []
+    for found in inputs:
+        if found.kind == "text":
+            files.append(found)
+            if sum(f.size for f in files) >= target_bytes or len(files) >= 1024:
+                yield _whole(files)
+                files = []
+            continue
+        if files:
+            yield _whole(files)
+            files = []
+        yield from _CUT[found.kind](found, target_bytes)
+    if files:
+        yield _whole(files)
+
+
+def _whole(files: list[Input]) -> Chunk:
+    return Chunk(tuple(files), sum(f.size for f in files))
+
+
+def _cut_lines(found: Input, target_bytes: int) -> Iterator[Chunk]:
+    first, at = 1, 0
+    rest: list[bytes] = []
+    with _decompressed(found) as (file, position):
+        while True:
+            data = file.read(target_bytes)
+            if not data:
+                break
+            end = data.rfind(b"\n") + 1
+            if not end:
+                rest.append(data)
+                continue
+            lines = b"".join((*rest, data[:end]))
+            rest = [data[end:]]
+            yield Chunk((found,), position() - at, first, lines)
+            first, at = first + lines.count(b"\n"), position()
+        if last := b"".join(rest):
+            yield Chunk((found,), position() - at, first, last)
+
+
+def _cut_groups(found: Input, target_bytes: int) -> Iterator[Chunk]:
+    parquet = require("pyarrow.parquet", "parquet", found.path)
+    with opened(found.path) as file, reported(found.path, "write the file again"):
+        groups = parquet.ParquetFile(file).num_row_groups
+    for group in range(groups):
+        yield Chunk((found,), found.size // groups, group)
+
+
+def _cut_array(found: Input, target_bytes: int) -> Iterator[Chunk]:
+    array = _array(found)
+    rows = len(array) if array.ndim == 2 else 1
+    each = max(1, target_bytes // max(array.nbytes // max(rows, 1), 1))
+    for start in range(0, rows, each):
+        stop = min(start + each, rows)
+        yield Chunk((found,), found.size * (stop - start) // rows, start, stop=stop)
+
+
+def _cut_dataset(found: Input, target_bytes: int) -> Iterator[Chunk]:
+    rows = len(_dataset(found))
+    each = max(1, rows * target_bytes // max(found.size, 1))
+    for start in range(0, rows, each):
+        stop = min(start + each, rows)
+        yield Chunk((found,), found.size * (stop - start) // rows, start, stop=stop)
+
+
+def _cut_hub(found: Input, target_bytes: int) -> Iterator[Chunk]:
+    split = found.path.rpartition(":")[2]
+    stream = iter(from_hub(found.path, "load_dataset", split=split, streaming=True))
+    first, rows = 0, []
+    with reported(found.path, "try again when the network is there"):
+        for row in stream:
+            rows.append(row)
+            if len(rows) == 1024:
+                yield Chunk((found,), 0, first, rows)
+                first, rows = first + len(rows), []
+        if rows:
+            yield Chunk((found,), 0, first, rows)
+
+
+_CUT = {
+    "rows": _cut_lines,
+    "parquet": _cut_groups,
+    "array": _cut_array,
+    "dataset": _cut_dataset,
+    "hub": _cut_hub,
+}
+
+
+def parse(chunk: Chunk, reading: Reading) -> Parsed:
+    """The documents of a chunk.
+
+    Raises:
+      DataError: text that is not UTF-8 (by `reading.errors`), a line that is no JSON object, a row
+        without the field or with something else than text in it, an array that is no ids; with the
+        file and the place.
+    """
+    parsed = Parsed([])
+    for name, found in _raw(chunk, reading):
+        if isinstance(found, np.ndarray):
+            parsed.documents.append(Document(name, ids=found.reshape(-1), stream=found.ndim == 1))
+            continue
+        text = _decode(found, name, reading, parsed)
+        if text:
+            parsed.documents.append(Document(name, text))
+        elif text == "":
+            parsed.empty += 1
+    return parsed
+
+
+def _raw(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, bytes | str | np.ndarray]]:
+    """Names, and texts before they are decoded (bytes), perhaps with lone surrogates (str), or
+    ids."""
+    found = chunk.inputs[0]
+    if found.kind == "text":
+        for file in chunk.inputs:
+            with _decompressed(file) as (opened_file, _):
+                yield file.path, opened_file.read()
+    elif found.kind == "rows":
+        yield from _json_lines(chunk, found, reading)
+    elif found.kind == "array":
+        array = _array(found)
+        if array.ndim == 1:
+            yield found.path, np.asarray(array)
+        else:
+            for row in range(chunk.first, chunk.stop):
+                yield f"{found.path}:{row + 1}", np.asarray(array[row : row + 1])
+    else:
+        first, rows = _table(chunk, found)
+        for number, row in enumerate(rows, start=first + 1):
+            name = f"{found.path}:{number}"
+            yield name, _field(row, reading.field, name)
+
+
+def _json_lines(chunk: Chunk, found: Input, reading: Reading) -> Iterator[tuple[str, bytes | str]]:
+    data = chunk.data.removeprefix(BOM) if chunk.first == 1 else chunk.data
+    for number, line in enumerate(data.split(b"\n"), start=chunk.first):
+        if not line.strip():
+            continue
+        name = f"{found.path}:{number}"
+        try:
+            row = json.loads(line.decode())
+        except UnicodeDecodeError:
+            if reading.errors == "error":
+                yield name, line  # `_decode` says what is wrong.
+                continue
+            if reading.errors == "skip":
+                yield name, b"\xff"
+                continue
+            row = _replaced_row(line, name)
+            # A lone surrogate tells `_decode` that something was replaced.
+            yield name, _field(row, reading.field, name) + "\ud800"
+            continue
+        except ValueError as error:
+            raise _bad_line(name, error) from None
+        except RecursionError:
+            raise _bad_line(name, "it is nested too deeply") from None
+        yield name, _field(row, reading.field, name)
+
+
+def _replaced_row(line: bytes, name: str) -> Any:
+    try:
+        return json.loads(line.decode(errors="replace"))
+    except (ValueError, RecursionError) as error:
+        raise _bad_line(name, error) from None
+
+
+def _bad_line(name: str, why: object) -> DataError:
+    return DataError(f"data.sources: {name} is not JSON ({why}): correct the line, or remove it")
+
+
+def _field(row: Any, field: str, name: str) -> str:
+    value = row
+    for part in field.split("."):
+        if not isinstance(value, dict):
+            raise DataError(
+                f"data.sources: {name} has {type(value).__name__} where a JSON object with the "
+                f"field {part!r} belongs: set data.field to the field with the text"
+            )
+        if value.get(part) is None:
+            there = ", ".join(map(str, value)) or "none"
+            raise DataError(
+                f"data.sources: {name} has no field {part!r} (it has {there}): set data.field to "
+                "the field with the text"
+            )
+        value = value[part]
+    if not isinstance(value, str):
+        raise DataError(
+            f"data.sources: {name} has {type(value).__name__} in the field {field!r}, where text "
+            "belongs: set data.field to the field with the text"
+        )
+    return value
+
+
+def _table(chunk: Chunk, found: Input) -> tuple[int, Sequence[Any]]:
+    """Number before the first row, and the rows of a chunk."""
+    if found.kind == "hub":
+        return chunk.first, chunk.data
+    if found.kind == "dataset":
+        part = _dataset(found).select(range(chunk.first, chunk.stop))
+        with reported(found.path, "save the dataset again"):
+            return chunk.first, part.to_list()
+    parquet = require("pyarrow.parquet", "parquet", found.path)
+    with opened(found.path) as file, reported(found.path, "write the file again"):
+        table = parquet.ParquetFile(file)
+        groups = [table.metadata.row_group(i).num_rows for i in range(chunk.first)]
+        return sum(groups), table.read_row_group(chunk.first).to_pylist()
+
+
+def _dataset(found: Input) -> Any:
+    datasets = require("datasets", "hf", found.path)
+    with reported(found.path, "save the dataset again"):
+        return datasets.load_from_disk(found.path)
+
+
+def _array(found: Input) -> np.ndarray:
+    if is_url(found.path):
+        raise DataError(
+            f"data.sources: {found.path} is an array, which is read from a local file only: copy "
+            "it to one"
+        )
+    with reported(found.path, "write it with numpy.save"):
+        array = np.load(found.path, mmap_mode="r")
+    if array.dtype.kind not in "ui" or array.ndim not in (1, 2):
+        raise DataError(
+            f"data.sources: {found.path} is an array of {array.dtype} with {array.ndim} dims: ids "
+            "are whole numbers, one dim for a stream or two for a document a row"
+        )
+    return array
+
+
+def _decode(found: bytes | str, name: str, reading: Reading, parsed: Parsed) -> str | None:
+    """The text; None where it is left out, which is counted."""
+    try:
+        if isinstance(found, bytes):
+            return found.decode().removeprefix("\ufeff")
+        found.encode()
+        return found
+    except UnicodeError as error:
+        if reading.errors == "skip":
+            parsed.skipped += 1
+            return None
+        if reading.errors == "replace":
+            parsed.replaced += 1
+            if isinstance(found, bytes):
+                return found.decode(errors="replace").removeprefix("\ufeff")
+            replaced = found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return replaced.removesuffix("\ufffd")
+        what, reason = "a character", "half of a pair of surrogates"
+        if isinstance(error, UnicodeDecodeError):
+            what = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+            reason = error.reason
+        raise DataError(
+            f"data.sources: {name} is not UTF-8: {what} ({reason}): convert it (iconv -f ENCODING "
+            "-t UTF-8), leave it out of the sources, or set data.errors to replace or skip"
+        ) from None
+
+
+@contextlib.contextmanager
+def _decompressed(found: Input) -> Iterator[tuple[IO[bytes], Any]]:
+    """The bytes of a file, and a function that says how many stored ones have been read."""
+    with opened(found.path) as stored:
+        stack = contextlib.ExitStack()
+        file: Any = stored
+        errors: tuple[type[Exception], ...] = ()
+        if found.compression == "gz":
+            file = stack.enter_context(gzip.GzipFile(fileobj=stored))
+            errors = EOFError, OSError, zlib.error
+        elif found.compression == "zst":
+            zstandard = require("zstandard", "zstd", found.path)
+            reader = zstandard.ZstdDecompressor().stream_reader(
+                stored, read_across_frames=True, closefd=False
+            )
+            file, errors = stack.enter_context(io.BufferedReader(reader)), (zstandard.ZstdError,)
+        with stack:
+            try:
+                yield file, stored.tell
+            except errors as error:
+                raise DataError(
+                    f"data.sources: {found.path} is damaged or cut off ({error}): restore the file"
+                ) from error

@@ -1,0 +1,274 @@
+"""Tokenizers of the library `tokenizers`: any `tokenizer.json`, or one trained here.
+
+What the tokenizer's own template puts before a text starts a document, and what it puts after it
+ends one; where it puts nothing after, the first of `ENDS` that it has as a special token does.
+Truncation and padding that the file asks for are switched off.
+"""
+
+import functools
+import itertools
+import json
+import re
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from shardlm.data.errors import DataError
+from shardlm.data.tokenizer import ACCEPTED, ENDS, Encoder, checked, utf8
+
+BYTES_AND_END = 257
+"""Ids that byte-level BPE has before the first merge."""
+
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+class Parts(NamedTuple):
+    """A tokenizer, read."""
+
+    library: Any
+    """Which no text gives an id of `special`."""
+    vocab_size: int
+    start: int | None
+    end: int | None
+    special: np.ndarray
+    falls_back: bool
+    """Whether tokens such as `<0x0A>` stand for bytes."""
+
+
+@dataclass(frozen=True)
+class SubwordTokenizer(Encoder):
+    """A tokenizer of the library."""
+
+    content: str
+    """Its `tokenizer.json` in one form: as written in the file, but without layout, truncation and
+    padding. The library would write it another way in another version."""
+    name: str = field(default="subwords", compare=False)
+    kind: ClassVar[str] = "subwords"
+
+    @classmethod
+    def of(cls, content: Any, name: str = kind) -> "SubwordTokenizer":
+        """The tokenizer of a `tokenizer.json` that `json.loads` has read.
+
+        Raises:
+          DataError: it is no tokenizer, or its template puts more than one token before or after a
+            text.
+        """
+        if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+            raise DataError(
+                "this is no tokenizer.json of the library tokenizers, which has a model: it must "
+                f"be {ACCEPTED}"
+            )
+        content = {**content, "truncation": None, "padding": None}
+        tokenizer = cls(json.dumps(content, sort_keys=True, separators=(",", ":")), name)
+        assert tokenizer._parts  # Raises now, not at the first text.
+        return tokenizer
+
+    @functools.cached_property
+    def _parts(self) -> Parts:
+        library = _load(self.content)
+        vocab = library.get_vocab(with_added_tokens=True)
+        start, end = _template(library, vocab)
+        added = library.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}
+        if end is None:
+            ends = {added[number].content: number for number in special}
+            end = next((ends[name] for name in ENDS if name in ends), None)
+        special |= {number for number in (start, end) if number is not None}
+        if not special <= set(vocab.values()):
+            unknown = sorted(special - set(vocab.values()))
+            raise DataError(
+                f"its post_processor adds the ids {unknown}, which are of no token: correct the "
+                "post_processor"
+            )
+        names = {name for name, number in vocab.items() if number in special}
+        content = json.loads(self.content)
+        falls_back = "ByteFallback" in json.dumps(content.get("decoder"))
+        if _hide(content, names):
+            library = _load(json.dumps(content))
+        library.encode_special_tokens = True
+        size = max(vocab.values()) + 1
+        return Parts(library, size, start, end, np.array(sorted(special), int), falls_back)
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Tokenizer`."""
+        return self._parts.vocab_size
+
+    @property
+    def start_of_document(self) -> int | None:  # type: ignore[override]
+        """See `Tokenizer`."""
+        return self._parts.start
+
+    @property
+    def end_of_document(self) -> int | None:
+        """See `Tokenizer`."""
+        return self._parts.end
+
+    def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
+        """See `Tokenizer`. Starts no threads: a process that reads prompts only may fork."""
+        encode = self._parts.library.encode
+        found = self._try(lambda: encode(text, add_special_tokens=False), [text])
+        return np.array(found.ids, np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """See `Tokenizer`. The library's threads, unless TOKENIZERS_PARALLELISM is false."""
+        texts = list(texts)
+        encode = self._parts.library.encode_batch_fast
+        found = self._try(lambda: encode(texts, add_special_tokens=False), texts)
+        # By way of `array`, numpy reads a list of small integers a third faster.
+        return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in found]
+
+    def _try(self, encode: Any, texts: Sequence[str]) -> Any:
+        try:
+            return encode()
+        except Exception as error:  # The library raises no narrower one.
+            for text in texts:
+                utf8(text)
+            raise DataError(
+                f"the tokenizer {self.name} cannot encode the text ({error}): use one with a token "
+                "for unknown text, or data.tokenizer bytes"
+            ) from None
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """See `Tokenizer`."""
+        ids = checked(ids, self.vocab_size)
+        library = self._parts.library
+        kept = ids[~np.isin(ids, self._parts.special)].tolist()
+        text = str(library.decode(kept))
+        if self._parts.falls_back and "\ufffd" in text:
+            # The library replaces all bytes in a row if one of them is in no character.
+            tokens = [library.id_to_token(number) for number in kept]
+            text = str(library.decoder.decode(_apart(token for token in tokens if token)))
+        return text
+
+    def to_json(self) -> str:
+        """See `Tokenizer`."""
+        return f'{{"tokenizer": "{self.kind}", "content": {self.content}}}'
+
+
+def _apart(tokens: Iterable[str]) -> Iterator[str]:
+    """Tokens, with U+FFFD in place of those of bytes that are in no character."""
+    for is_byte, run in itertools.groupby(tokens, lambda token: bool(_BYTE.fullmatch(token))):
+        if not is_byte:
+            yield from run
+            continue
+        text = bytes(int(token[3:5], 16) for token in run).decode(errors="replace")
+        # As bytes again: a decoder may change characters.
+        for piece in re.split("(\ufffd)", text):
+            if piece == "\ufffd":
+                yield piece
+            else:
+                yield from (f"<0x{byte:02X}>" for byte in piece.encode())
+
+
+def _load(content: str) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(content)
+    except Exception as error:  # The library raises no narrower one.
+        raise DataError(
+            f"the library tokenizers cannot use this tokenizer.json ({error}): save it again with "
+            f"that library, or set data.tokenizer to {ACCEPTED}"
+        ) from None
+
+
+def _template(library: Any, vocab: Iterable[str]) -> tuple[int | None, int | None]:
+    """The ids that the tokenizer by itself puts before and after a text."""
+    for text in itertools.chain("a", vocab):
+        try:
+            alone = library.encode(text, add_special_tokens=False).ids
+        except Exception:  # A letter that it has no id for says nothing of its template.
+            continue
+        if alone:
+            break
+    else:
+        raise DataError("no text has a token in it: name another tokenizer.json")
+    whole = library.encode(text, add_special_tokens=True).ids
+    extra = len(whole) - len(alone)
+    for before, after in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        if extra == before + after and whole[before : len(whole) - after] == alone:
+            return whole[0] if before else None, whole[-1] if after else None
+    raise DataError(
+        f"its post_processor makes {whole} of a text of the ids {alone}: at most one token before "
+        "and one after a text are supported; change the post_processor"
+    )
+
+
+def _hide(content: dict[str, Any], names: set[str]) -> bool:
+    """Take the ways from text to the tokens `names` out of `content`; False if it has none.
+
+    The library can leave added tokens alone that stand in a text. But many files list them in the
+    vocabulary of the model also, and a model of words, or a unigram model, takes them from there.
+    Renamed they keep the ids of all others.
+    """
+    model = content["model"]
+    unknown = model.get("unk_token")
+    vocab = model.get("vocab", {})
+    # The token of unknown text remains what unknown text gives.
+    if isinstance(vocab, list):
+        listed = {pair[0] for i, pair in enumerate(vocab) if i != model.get("unk_id")} & names
+    else:
+        listed = names & vocab.keys() - {unknown}
+    added = content["added_tokens"]
+    if not listed and all(t["special"] for t in added if t["content"] in names):
+        return False
+    # No text holds the digest of its tokenizer by accident.
+    digest = blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    def renamed(name: str) -> str:
+        return f"\0{digest} {name}" if name in listed else name
+
+    if isinstance(vocab, list):
+        model["vocab"] = [[renamed(name), score] for name, score in vocab]
+    else:
+        model["vocab"] = {renamed(name): number for name, number in vocab.items()}
+    if "merges" in model:
+        prefix = model.get("continuing_subword_prefix") or ""
+        merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+        model["merges"] = [
+            [left, right]
+            for left, right in merges
+            if listed.isdisjoint((left, right, left + right.removeprefix(prefix)))
+        ]
+    content["added_tokens"] = [
+        {**token, "special": token["special"] or token["content"] in names}
+        for token in added
+        if token["content"] not in listed
+    ]
+    return True
+
+
+def train_bpe(texts: Iterable[str], vocab: int) -> SubwordTokenizer:
+    """Byte-level BPE (Sennrich et al., arXiv 1508.07909; over bytes: Radford et al. 2019), for any
+    text, made from `texts`, which are read once.
+
+    The same texts give the same tokenizer. It has `vocab` ids, or fewer if the text has no more
+    pairs to merge; id 0, `ENDS[0]`, ends a document.
+
+    Raises:
+      DataError: `vocab` is below `BYTES_AND_END`, or a text has no UTF-8 form.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab < BYTES_AND_END:
+        raise DataError(
+            f"vocab is {vocab}: it must be at least {BYTES_AND_END}, for the 256 bytes and the end "
+            "of a document"
+        )
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[ENDS[0]],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    library.train_from_iterator((utf8(text) and text for text in texts), trainer)
+    return SubwordTokenizer.of(json.loads(library.to_str()))

@@ -1,0 +1,137 @@
+"""`shardlm prepare`: text into a store, and training from it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from shardlm import cli
+from shardlm.config import Config, DataConfig, TrainConfig
+from shardlm.data import DataError, load_data, open_store
+from shardlm.data.inputs import list_inputs
+from shardlm.data.prepare import Interrupted, Preparation
+from shardlm.data.readers import Reading
+from shardlm.data.subwords import train_bpe
+from shardlm.data.tokenizer import BytesTokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Texts and rows, 40 documents of all lengths and one that is empty."""
+    random = np.random.default_rng(0)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(20):
+        size = int(random.integers(1, 3000))
+        text = "".join(chr(c) for c in random.integers(97, 230, size))
+        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    rows = [json.dumps({"text": f"row {i} " * i, "id": i}) for i in range(21)]
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    return folder
+
+
+def documents(folder):
+    texts = [p.read_text(encoding="utf-8") for p in sorted(folder.glob("*.txt"))]
+    return texts + [f"row {i} " * i for i in range(1, 21)]
+
+
+def preparation(folder, **kwargs):
+    return Preparation(
+        list_inputs(str(folder)), Reading(), BytesTokenizer(), shard_tokens=9000, **kwargs
+    )
+
+
+def contents(path):
+    return {p.name: p.read_bytes() for p in path.iterdir() if p.name != ".lock"}
+
+
+def test_what_went_in_is_there(folder, tmp_path):
+    store = preparation(folder).into(tmp_path / "store")
+    ends = np.cumsum(store.lengths)
+    ids = np.concatenate([shard.ids for shard in store.shards])
+    found = [ids[end - n : end] for n, end in zip(store.lengths, ends, strict=True)]
+    assert all(part[-1] == 256 for part in found)
+    assert sorted(store.tokenizer.decode(part) for part in found) == sorted(documents(folder))
+    assert len(store.shards) == 2
+    assert (store.manifest["empty"], store.manifest["skipped"]) == (1, 0)
+
+
+def test_an_interrupted_preparation_goes_on_and_the_files_are_the_same(folder, tmp_path):
+    for i in range(8):
+        (folder / f"more{i}.jsonl").write_text(json.dumps({"text": "x" * 5000}))
+    preparation(folder).into(tmp_path / "whole")
+    asked = iter([False] * 4 + [True])
+    with pytest.raises(Interrupted):
+        preparation(folder, stopped=lambda: next(asked)).into(tmp_path / "store")
+    first = (tmp_path / "store" / "00000.tokens").stat()
+    done = []
+    preparation(folder, progress=lambda size, tokens: done.append(tokens)).into(tmp_path / "store")
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+    assert (tmp_path / "store" / "00000.tokens").stat().st_mtime_ns == first.st_mtime_ns
+    assert sum(done) < sum(open_store(tmp_path / "whole").lengths)
+
+
+def test_workers_make_the_same_files(folder, tmp_path):
+    one = preparation(folder)
+    one.into(tmp_path / "one")
+    two = preparation(folder, workers=2)
+    two.into(tmp_path / "two")
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+@pytest.mark.parametrize("name", ["00001.tokens", "00001.index"])
+def test_an_altered_or_truncated_store_is_refused(name, folder, tmp_path):
+    preparation(folder).into(tmp_path / "store")
+    file = tmp_path / "store" / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=rf"{name} has {len(whole) - 1} bytes and was written with"):
+        open_store(tmp_path / "store")
+    file.write_bytes(whole[:7] + bytes([whole[7] ^ 1]) + whole[8:])
+    with pytest.raises(DataError, match=rf"{name} was altered after it was written"):
+        open_store(tmp_path / "store")
+
+
+def test_another_tokenizer_or_dtype_is_refused(folder, tmp_path):
+    path = tmp_path / "store"
+    preparation(folder).into(path)
+    config = Config(
+        data=DataConfig(sources=(str(path),), tokenizer="characters", length=16),
+        train=TrainConfig(batch=2),
+    )
+    with pytest.raises(DataError, match="tokenizer"):
+        load_data(config)
+    manifest = json.loads((path / "store.json").read_text())
+    (path / "store.json").write_text(json.dumps(manifest | {"dtype": "uint32"}))
+    with pytest.raises(DataError, match="says that ids are uint32"):
+        open_store(path)
+    (path / "tokenizer.json").write_text(train_bpe(["a b c"], 257).to_json())
+    with pytest.raises(DataError, match="is another tokenizer"):
+        open_store(path)
+
+
+def test_a_store_of_other_text_is_not_written_over(folder, tmp_path):
+    preparation(folder).into(tmp_path / "store")
+    (folder / "0.txt").write_text("changed")
+    with pytest.raises(DataError, match="finished store of other text"):
+        preparation(folder).into(tmp_path / "store")
+    with pytest.raises(DataError, match="is not empty and no store"):
+        preparation(folder).into(folder)
+
+
+def test_the_command_trains_a_tokenizer_and_its_store_is_a_source(folder, tmp_path, capsys):
+    store = tmp_path / "store"
+    arguments = [
+        *(str(store), "--data.sources", str(folder)),
+        *("--tokenizer.train", "bpe", "--tokenizer.vocab", "400"),
+    ]
+    for _ in range(2):
+        assert cli.run(cli.prepare, arguments) == 0
+        assert f"train from it with: --data.sources {store}" in capsys.readouterr().out
+    data = load_data(
+        Config(data=DataConfig(sources=(str(store),), length=16), train=TrainConfig(batch=2))
+    )
+    assert data.tokenizer.vocab_size == 400
+    corpora = [data.train.corpora[0], data.validation.corpus]
+    found = [data.tokenizer.decode(c.document(i)) for c in corpora for i in range(c.documents)]
+    assert sorted(found) == sorted(documents(folder))
