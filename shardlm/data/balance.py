@@ -223,9 +223,10 @@ class Speeds:
                     f"{name} of the devices is {list(values)}: it must be {len(self.shares)} "
                     "positive, finite numbers; leave out the update that was not measured whole"
                 )
-        rates = _of_mean_1([w / s for w, s in zip(work, seconds, strict=True)])
-        measured = _of_mean_1(
-            [m + AVERAGE * (r - m) for m, r in zip(self.measured, rates, strict=True)]
+        rates = [w / s for w, s in zip(work, seconds, strict=True)]
+        mean = math.fsum(rates) / len(rates)
+        measured = tuple(
+            m + AVERAGE * (r / mean - m) for m, r in zip(self.measured, rates, strict=True)
         )
         changes = [abs(m / s - 1) for m, s in zip(measured, self.shares, strict=True)]
         return Speeds(measured if max(changes) > HYSTERESIS else self.shares, measured)
@@ -254,8 +255,3 @@ class Speeds:
             f"the stored speeds of the devices cannot be read ({problem}): restore the file that "
             "the run wrote"
         )
-
-
-def _of_mean_1(values: list[float]) -> tuple[float, ...]:
-    mean = math.fsum(values) / len(values)
-    return tuple(v / mean for v in values)

@@ -42,9 +42,6 @@ from shardlm.data.opening import (
     unreadable,
 )
 
-Kind = Literal["text", "rows", "parquet", "array", "dataset", "hub"]
-Compression = Literal["", "gz", "zst"]
-
 STDLIB = "stdlib"
 BOM = b"\xef\xbb\xbf"
 
@@ -60,6 +57,9 @@ TEXT_SUFFIXES = frozenset({
 
 ROW_SUFFIXES = frozenset({".jsonl", ".ndjson"})
 """A JSON object a line."""
+
+Kind = Literal["text", "rows", "parquet", "array", "dataset", "hub"]
+Compression = Literal["", "gz", "zst"]
 
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 _BINARY: dict[str, Kind] = {".parquet": "parquet", ".npy": "array"}

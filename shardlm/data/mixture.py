@@ -37,9 +37,11 @@ class Mixture:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """Raises:
-        DataError: no weight, one that is not a positive number below 1e300, or a share below
-          1e-12, which would hardly come within `LAST_PLACE` places.
+        """Streams in proportion to `weights`, which need not sum to 1.
+
+        Raises:
+          DataError: no weight, one that is not a positive number below 1e300, or a share below
+            1e-12, which would hardly come within `LAST_PLACE` places.
         """
         given = list(weights)
         total = math.fsum(given) if all(0 < w < 1e300 for w in given) else math.inf

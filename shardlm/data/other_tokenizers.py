@@ -26,7 +26,7 @@ class SentencePieceTokenizer(Encoder):
     Its `bos` starts a document and its `eos` ends one, as far as it has them.
     """
 
-    model: bytes
+    model: bytes = field(repr=False)
     """The content of its file."""
     name: str = field(default="sentencepiece", compare=False)
     kind: ClassVar[str] = "sentencepiece"
@@ -39,7 +39,7 @@ class SentencePieceTokenizer(Encoder):
           DataError: it is no model, or the package is missing.
         """
         tokenizer = cls(model, name)
-        assert tokenizer._library  # Raises now, not at the first text.
+        _ = tokenizer._library  # Raises now, not at the first text.
         return tokenizer
 
     @classmethod
@@ -115,7 +115,7 @@ class TiktokenTokenizer(Encoder):
           DataError: there is none, its ranks cannot be had, or the package is missing.
         """
         tokenizer = cls(encoding)
-        assert tokenizer._library  # Raises now, not at the first text.
+        _ = tokenizer._library  # Raises now, not at the first text.
         return tokenizer
 
     @classmethod
@@ -135,7 +135,10 @@ class TiktokenTokenizer(Encoder):
 
     @functools.cached_property
     def _library(self) -> Any:
-        package = _import(self.kind)
+        try:
+            package = _import(self.kind)
+        except DataError as error:
+            raise DataError(f"data.tokenizer is {self.name!r}: {error}") from None
         known = package.list_encoding_names()
         if self.encoding not in known:
             raise DataError(
@@ -214,7 +217,7 @@ def _import(package: str) -> Any:
         return import_module(package)
     except ImportError:
         raise DataError(
-            f"the tokenizer needs the package {package}: pip install 'shardlm[{package}]'"
+            f"the package {package} is missing: pip install 'shardlm[{package}]'"
         ) from None
 
 

@@ -44,7 +44,7 @@ class Parts(NamedTuple):
 class SubwordTokenizer(Encoder):
     """A tokenizer of the library."""
 
-    content: str
+    content: str = field(repr=False)
     """Its `tokenizer.json` in one form: as written in the file, but without layout, truncation and
     padding. The library would write it another way in another version."""
     name: str = field(default="subwords", compare=False)
@@ -65,7 +65,7 @@ class SubwordTokenizer(Encoder):
             )
         content = {**content, "truncation": None, "padding": None}
         tokenizer = cls(json.dumps(content, sort_keys=True, separators=(",", ":")), name)
-        assert tokenizer._parts  # Raises now, not at the first text.
+        _ = tokenizer._parts  # Raises now, not at the first text.
         return tokenizer
 
     @functools.cached_property
@@ -142,8 +142,8 @@ class SubwordTokenizer(Encoder):
         text = str(library.decode(kept))
         if self._parts.falls_back and "\ufffd" in text:
             # The library replaces all bytes in a row if one of them is in no character.
-            tokens = [library.id_to_token(number) for number in kept]
-            text = str(library.decoder.decode(_apart(token for token in tokens if token)))
+            tokens = filter(None, map(library.id_to_token, kept))
+            text = str(library.decoder.decode(list(_apart(tokens))))
         return text
 
     def to_json(self) -> str:
@@ -258,8 +258,8 @@ def train_bpe(texts: Iterable[str], vocab: int) -> SubwordTokenizer:
 
     if vocab < BYTES_AND_END:
         raise DataError(
-            f"vocab is {vocab}: it must be at least {BYTES_AND_END}, for the 256 bytes and the end "
-            "of a document"
+            f"tokenizer.vocab is {vocab}: it must be at least {BYTES_AND_END}, for the 256 bytes "
+            "and the end of a document"
         )
     library = Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -35,7 +35,7 @@ from shardlm.train.commands import Commands
 from shardlm.train.decode import generate
 from shardlm.train.errors import TrainingError
 from shardlm.train.evaluate import make_evaluate
-from shardlm.train.prompts import room_after
+from shardlm.train.prompts import prompt_ids, room_after
 from shardlm.train.report import describe, how_to_go_on
 from shardlm.train.resume import find_position, has_evaluation, write_config
 from shardlm.train.setup import build_engine, build_mesh, check_memory, new_state, resolve_vocab
@@ -323,7 +323,7 @@ class _Run:
         title = directory.path.resolve().name
         plot_loss(directory.metrics_path, directory.picture_path, title=title)
         prompt, tokens = config.eval.prompt, config.eval.sample_tokens
-        room = room_after(config, len(self.data.tokenizer.encode(prompt))) if tokens else None
+        room = room_after(config, len(prompt_ids(self.data.tokenizer, prompt))) if tokens else None
         tokens = tokens if room is None else min(tokens, room)
         if tokens:
             sampling = Sampling(tokens=tokens, seed=config.run.seed)

@@ -145,12 +145,15 @@ def test_packed_rows_are_dealt_level(name, model):
     assert np.mean(slots, axis=0)[1] < 1.02
 
 
-@pytest.mark.parametrize("count, worst", [(16, 1.02), (32, 1.03), (64, 1.005)])
-def test_rows_of_several_shapes_are_level_together(count, worst):
+@pytest.mark.parametrize(
+    "count, worst, mean", [(16, 1.02, 1.002), (32, 1.03, 1.007), (64, 1.005, 1.0015)]
+)
+def test_rows_of_several_shapes_are_level_together(count, worst, mean):
     """As level as the heaviest rows allow: of the longest shape, two to a device are at best the
     heaviest with the lightest and so on, with the lightest of all other shapes."""
     shapes = text_rows(SMALL, 0, (512, 1024, 2048, 4096))
     random = np.random.default_rng(2)
+    over = []
     for _ in range(50):
         work = [random.choice(rows, count, replace=False) for rows in shapes]
         loads = per_device(work, deal(work, WAYS))
@@ -159,7 +162,9 @@ def test_rows_of_several_shapes_are_level_together(count, worst):
             *others, longest = (np.sort(w) for w in work)
             pairs = longest[:WAYS] + longest[: WAYS - 1 : -1]
             least = max(least, pairs.max() + sum(w[:2].sum() for w in others))
-        assert loads.max() < worst * least
+        over.append(loads.max() / least)
+    assert max(over) < worst
+    assert np.mean(over) < mean
 
 
 def test_a_slow_device_gets_rows_with_less_work():

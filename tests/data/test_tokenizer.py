@@ -1,12 +1,20 @@
-"""Ids of text and back."""
+"""Ids of text and back: bytes, characters and byte pairs; and what is no tokenizer."""
+
+import functools
+import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from shardlm.config import ConfigError
 from shardlm.data import DataError, from_json
+from shardlm.data.subwords import train_bpe
 from shardlm.data.tokenizer import BytesTokenizer, CharactersTokenizer, make_tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -87,3 +95,180 @@ def test_what_has_no_id_is_refused_with_its_place():
             tokenizer.decode([0, bad])
     with pytest.raises(DataError, match="id 257 is outside"):
         BytesTokenizer().decode([257])
+
+
+SAMPLE = [
+    "the cat sat on the mat, and the other cats sat there too.",
+    "  def mat(cat):\n\treturn cat  # the § sat, naïvely",
+    "aaa aaaa aaaaa",
+]
+
+
+@functools.cache
+def trained():
+    return train_bpe(SAMPLE * 3, 300)
+
+
+@given(TEXTS)
+def test_trained_bpe_round_trips_any_text(text):
+    assert trained().decode(trained().encode(text)) == text
+
+
+def test_trained_bpe_merges_as_a_plain_loop_does():
+    """The merges applied in their order, one at a time, to the words of the text."""
+    tokenizer = trained()
+    model = json.loads(tokenizer.content)["model"]
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    for text in ["", *SAMPLE, "aaaa 東京\n\t  don't"]:
+        expected = []
+        for word, _ in split.pre_tokenize_str(text):
+            parts = list(word)
+            for left, right in model["merges"]:
+                for i in range(len(parts) - 1, -1, -1):
+                    if parts[i : i + 2] == [left, right] and not odd(parts, i, left, right):
+                        parts[i : i + 2] = [left + right]
+            expected += [model["vocab"][part] for part in parts]
+        assert tokenizer.encode(text).tolist() == expected
+    sizes = [len(tokenizer.encode(t)) / len(t.encode()) for t in SAMPLE]
+    assert sizes[0] < 0.6
+
+
+def odd(parts, i, left, right):
+    """Whether a pair of equal halves begins within an earlier one: "aaa" is "aa", "a"."""
+    run = i
+    while left == right and run and parts[run - 1] == left:
+        run -= 1
+    return (i - run) % 2 == 1
+
+
+def test_training_gives_the_same_in_every_process():
+    script = (
+        "import sys; from shardlm.data.subwords import train_bpe\n"
+        f"print(train_bpe(iter({SAMPLE * 3!r}), 300).to_json())"
+    )
+    for seed in ("1", "2"):
+        env = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.strip() == trained().to_json()
+        assert done.stderr == ""
+
+
+def test_training_is_checked():
+    assert train_bpe([], 1000).vocab_size == 257
+    assert train_bpe(["abab"], 1000).vocab_size == 259
+    assert train_bpe(["abab"], 257).encode("ab").tolist() != [257]
+    with pytest.raises(DataError, match=r"tokenizer\.vocab is 256: it must be at least 257"):
+        train_bpe(["abab"], 256)
+    with pytest.raises(DataError, match="character 1 of the text"):
+        train_bpe(["a\udc80"], 300)
+
+    def broken():
+        yield "a"
+        raise DataError("the second text")
+
+    with pytest.raises(DataError, match="the second text"):
+        train_bpe(broken(), 300)
+
+
+def test_only_characters_reads_the_texts():
+    def unread():
+        raise AssertionError
+        yield
+
+    assert make_tokenizer("bytes", unread()) == BytesTokenizer()
+
+
+@pytest.mark.parametrize(
+    "name, content, part",
+    [
+        ("gpt2", None, "data.tokenizer is 'gpt2': it must be bytes, characters, the path of a"),
+        ("tiktoken:", None, "data.tokenizer is 'tiktoken:': it must be bytes"),
+        ("a.json", None, "which cannot be read (No such file or directory): it must be bytes"),
+        ("a.model", None, "which cannot be read (No such file or directory): it must be bytes"),
+        (".json", None, "which cannot be read (Is a directory): it must be bytes"),
+        ("a.json", b"\xff", "the file is not JSON ("),
+        ("a.json", b"{", "the file is not JSON ("),
+        ("a.json", b"[]", "this is no tokenizer.json of the library tokenizers, which has a model"),
+        ("a.json", b'{"model": {}}', "cannot use this tokenizer.json ("),
+        ("a.json", b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "no text has a token"),
+        ("a.json", b'{"tokenizer": "bpe"}', "a.json': the stored tokenizer is of kind 'bpe': this"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(name, content, part, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".json").mkdir()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as raised:
+        make_tokenizer(name, [])
+    assert part in str(raised.value)
+    assert str(raised.value).startswith(f"data.tokenizer is {name!r}")
+
+
+@pytest.mark.parametrize("content", [b"", b"xx", b"\0" * 99])
+def test_what_is_no_sentencepiece_model_is_refused(content, tmp_path):
+    pytest.importorskip("sentencepiece", reason="needs the extra sentencepiece")
+    (tmp_path / "a.model").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.model': this is no sentencepiece model \("):
+        make_tokenizer(str(tmp_path / "a.model"), [])
+
+
+@pytest.mark.parametrize("name", ["sentencepiece", "tiktoken"])
+def test_a_missing_package_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "a.model").write_bytes(b"x")
+    value = {"sentencepiece": str(tmp_path / "a.model"), "tiktoken": "tiktoken:gpt2"}[name]
+    with pytest.raises(DataError) as raised:
+        make_tokenizer(value, [])
+    assert repr(value) in str(raised.value)
+    assert f"pip install 'shardlm[{name}]'" in str(raised.value)
+
+
+@pytest.mark.parametrize("single", ["<s> <s> $A", "$A <s> <s>", "$A <s> $A"])
+def test_a_template_of_more_than_a_token_each_side_is_refused(single, tmp_path):
+    library = Tokenizer(models.WordLevel({"<s>": 0, "a": 1}))
+    library.add_special_tokens(["<s>"])
+    library.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 0)]
+    )
+    library.save(str(tmp_path / "a.json"))
+    with pytest.raises(DataError, match=r"post_processor makes \[.*\] of a text of the ids"):
+        make_tokenizer(str(tmp_path / "a.json"), [])
+
+
+def test_a_text_that_the_library_cannot_encode_is_refused(tmp_path):
+    library = Tokenizer(models.WordLevel({"b": 0, "c": 4}))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.save(str(tmp_path / "a.json"))
+    tokenizer = make_tokenizer(str(tmp_path / "a.json"), [])
+    assert tokenizer.vocab_size == 5
+    assert tokenizer.encode("c b c").tolist() == [4, 0, 4]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(DataError, match=r"a\.json cannot encode the text \(.*UNK"):
+            encode("b x")
+
+
+def test_importing_loads_no_tokenizer_and_reading_prompts_lets_fork(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(json.loads(trained().to_json())["content"]))
+    script = """
+import os, sys
+before = dict(os.environ)
+import shardlm.data
+assert not {"tokenizers", "sentencepiece", "tiktoken"} & set(sys.modules)
+from shardlm.data.tokenizer import make_tokenizer
+tokenizer = make_tokenizer(sys.argv[1], [])
+ids = tokenizer.encode("the cat")
+child = os.fork()
+assert (tokenizer.encode_batch(["the cat"])[0] == ids).all()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+assert before == dict(os.environ)
+"""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script]
+    env = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    done = subprocess.run(
+        [*command, str(tmp_path / "a.json")], env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
