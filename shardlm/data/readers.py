@@ -179,7 +179,7 @@ def parse(chunk: Chunk, reading: Reading) -> Parsed:
         file and the place.
     """
     parsed = Parsed([])
-    for name, found in _raw(chunk, reading):
+    for name, found in _raw(chunk, reading, parsed):
         if isinstance(found, np.ndarray):
             parsed.documents.append(Document(name, ids=found.reshape(-1), stream=found.ndim == 1))
             continue
@@ -191,7 +191,9 @@ def parse(chunk: Chunk, reading: Reading) -> Parsed:
     return parsed
 
 
-def _raw(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, bytes | str | np.ndarray]]:
+def _raw(
+    chunk: Chunk, reading: Reading, parsed: Parsed
+) -> Iterator[tuple[str, bytes | str | np.ndarray]]:
     """Names, and texts before they are decoded (bytes), perhaps with lone surrogates (str), or
     ids."""
     found = chunk.inputs[0]
@@ -200,7 +202,7 @@ def _raw(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, bytes | str | np
             with _decompressed(file) as (opened_file, _):
                 yield file.path, opened_file.read()
     elif found.kind == "rows":
-        yield from _json_lines(chunk, found, reading)
+        yield from _json_lines(chunk, found, reading, parsed)
     elif found.kind == "array":
         array = _array(found)
         if array.ndim == 1:
@@ -215,7 +217,9 @@ def _raw(chunk: Chunk, reading: Reading) -> Iterator[tuple[str, bytes | str | np
             yield name, _field(row, reading.field, name)
 
 
-def _json_lines(chunk: Chunk, found: Input, reading: Reading) -> Iterator[tuple[str, bytes | str]]:
+def _json_lines(
+    chunk: Chunk, found: Input, reading: Reading, parsed: Parsed
+) -> Iterator[tuple[str, bytes | str]]:
     data = chunk.data.removeprefix(BOM) if chunk.first == 1 else chunk.data
     for number, line in enumerate(data.split(b"\n"), start=chunk.first):
         if not line.strip():
@@ -228,12 +232,10 @@ def _json_lines(chunk: Chunk, found: Input, reading: Reading) -> Iterator[tuple[
                 yield name, line  # `_decode` says what is wrong.
                 continue
             if reading.errors == "skip":
-                yield name, b"\xff"
+                parsed.skipped += 1
                 continue
+            parsed.replaced += 1
             row = _replaced_row(line, name)
-            # A lone surrogate tells `_decode` that something was replaced.
-            yield name, _field(row, reading.field, name) + "\ud800"
-            continue
         except ValueError as error:
             raise _bad_line(name, error) from None
         except RecursionError:
@@ -327,8 +329,7 @@ def _decode(found: bytes | str, name: str, reading: Reading, parsed: Parsed) -> 
             parsed.replaced += 1
             if isinstance(found, bytes):
                 return found.decode(errors="replace").removeprefix("\ufeff")
-            replaced = found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return replaced.removesuffix("\ufffd")
+            return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         what, reason = "a character", "half of a pair of surrogates"
         if isinstance(error, UnicodeDecodeError):
             what = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
@@ -351,10 +352,8 @@ def _decompressed(found: Input) -> Iterator[tuple[IO[bytes], Any]]:
             errors = EOFError, OSError, zlib.error
         elif found.compression == "zst":
             zstandard = require("zstandard", "zstd", found.path)
-            reader = zstandard.ZstdDecompressor().stream_reader(
-                stored, read_across_frames=True, closefd=False
-            )
-            file, errors = stack.enter_context(io.BufferedReader(reader)), (zstandard.ZstdError,)
+            file = stack.enter_context(io.BufferedReader(_Zstandard(stored, zstandard)))
+            errors = EOFError, zstandard.ZstdError
         with stack:
             try:
                 yield file, stored.tell
@@ -362,3 +361,33 @@ def _decompressed(found: Input) -> Iterator[tuple[IO[bytes], Any]]:
                 raise DataError(
                     f"data.sources: {found.path} is damaged or cut off ({error}): restore the file"
                 ) from error
+
+
+class _Zstandard(io.RawIOBase):
+    """Decompressed bytes of a .zst. The package's own reader takes a file that is cut off for one
+    that ends there."""
+
+    def __init__(self, stored: IO[bytes], zstandard: Any) -> None:
+        self._stored = stored
+        # The largest window that the format's tool writes, with --long=31.
+        self._frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+        self._frame: Any = None
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            unused = self._frame.unused_data if self._frame and self._frame.eof else b""
+            data = unused or self._stored.read(1 << 16)
+            if not data:
+                if self._frame and not self._frame.eof:
+                    raise EOFError("the last frame has no end")
+                return 0
+            if not self._frame or self._frame.eof:
+                self._frame = self._frames.decompressobj()
+            self._left = memoryview(self._frame.decompress(data))
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size

@@ -1,0 +1,148 @@
+"""Documents of every kind of input, against what was written, however chunks are cut."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlm.data import DataError
+from shardlm.data.inputs import list_inputs
+from shardlm.data.readers import Reading, parse, read_chunks
+
+TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1)
+
+
+def read(path, target_bytes=1 << 22, **reading):
+    chunks = list(read_chunks(list_inputs(str(path)), target_bytes))
+    parsed = [parse(chunk, Reading(**reading)) for chunk in chunks]
+    return [d for part in parsed for d in part.documents], parsed
+
+
+def texts(path, target_bytes=1 << 22, **reading):
+    return [document.text for document in read(path, target_bytes, **reading)[0]]
+
+
+def compress(suffix, data):
+    if suffix == ".gz":
+        return gzip.compress(data)
+    if suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard", reason="pip install 'shardlm[zstd]'")
+        return zstandard.compress(data)
+    return data
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@settings(max_examples=40)
+@given(written=TEXTS, target=st.integers(1, 40), ascii_only=st.booleans())
+def test_rows_do_not_depend_on_where_chunks_are_cut(
+    tmp_path_factory, suffix, written, target, ascii_only
+):
+    lines = [
+        json.dumps({"text": t, "n": i}, ensure_ascii=ascii_only) for i, t in enumerate(written)
+    ]
+    path = tmp_path_factory.mktemp("rows") / f"rows.jsonl{suffix}"
+    path.write_bytes(compress(suffix, "\r\n\n".join(lines).encode()))
+    assert texts(path, target) == texts(path) == written
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
+def test_a_file_is_its_text(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_bytes(text.encode())
+    assert texts(path) == [text.removeprefix("\ufeff")] * (text != "\ufeff")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("kind", [".txt", ".jsonl"])
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path, kind, suffix):
+    line = json.dumps({"text": "".join(map(chr, np.random.default_rng(0).integers(97, 200, 9000)))})
+    whole = compress(suffix, (line + "\n").encode())
+    path = tmp_path / f"a{kind}{suffix}"
+    for size in (len(whole) - 1, len(whole) // 2, 9):
+        path.write_bytes(whole[:size])
+        with pytest.raises(DataError, match="is damaged or cut off"):
+            texts(path)
+    # Two members one after the other are the two texts.
+    path.write_bytes(whole + whole)
+    assert "".join(texts(path)).count("text") in (0, 2)
+
+
+@pytest.mark.parametrize(
+    "line, parts",
+    [
+        ('{"text": ', ["rows.jsonl:2 is not JSON"]),
+        ("[1]", ["rows.jsonl:2 has list where a JSON object"]),
+        ('{"body": "x", "id": 1}', ["rows.jsonl:2 has no field 'text' (it has body, id)"]),
+        ('{"text": 3}', ["rows.jsonl:2 has int in the field 'text'"]),
+        ("[" * 100_000, ["rows.jsonl:2 is not JSON"]),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, line, parts):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "good"}\n' + line + "\n")
+    for target in (4, 1 << 22):
+        with pytest.raises(DataError) as error:
+            texts(path, target)
+        for part in ["data.sources", *parts]:
+            assert part in str(error.value)
+
+
+def test_the_field_may_be_nested(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"message": {"content": "x"}}\n')
+    assert texts(path, field="message.content") == ["x"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_what_is_not_utf8_is_refused_replaced_or_left_out_and_counted(tmp_path, name):
+    path = tmp_path / name
+    bad = b"ab\xffcd" if name == "a.txt" else b'{"text": "good"}\n{"text": "ab\xffcd"}\n'
+    path.write_bytes(bad)
+    good = ["good"] if name == "a.jsonl" else []
+    with pytest.raises(DataError, match="is not UTF-8: byte 0xff"):
+        texts(path)
+    found, parsed = read(path, errors="replace")
+    assert [d.text for d in found] == [*good, "ab\ufffdcd"]
+    assert (parsed[0].replaced, parsed[0].skipped) == (1, 0)
+    found, parsed = read(path, errors="skip")
+    assert [d.text for d in found] == good
+    assert (parsed[0].replaced, parsed[0].skipped) == (0, 1)
+
+
+def test_half_a_pair_of_surrogates_is_not_utf8(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a\\ud800"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is not UTF-8"):
+        texts(path)
+    assert texts(path, errors="replace") == ["a\ufffd"]
+
+
+@pytest.mark.parametrize("target", [1, 100, 1 << 22])
+def test_parquet_and_saved_datasets(tmp_path, target):
+    pyarrow = pytest.importorskip("pyarrow", reason="pip install 'shardlm[parquet]'")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install 'shardlm[parquet]'")
+    datasets = pytest.importorskip("datasets", reason="pip install 'shardlm[hf]'")
+    written = [f"row {i} \U0001f600" for i in range(50)]
+    table = pyarrow.table({"text": written, "n": list(range(50))})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    assert texts(tmp_path / "a.parquet", target) == written
+    datasets.Dataset.from_dict({"text": written}).save_to_disk(tmp_path / "saved")
+    assert texts(tmp_path / "saved", target) == written
+
+
+def test_arrays_are_ids(tmp_path):
+    stream, rows = np.arange(10, dtype=np.uint16), np.arange(12).reshape(4, 3)
+    np.save(tmp_path / "stream.npy", stream)
+    np.save(tmp_path / "rows.npy", rows)
+    (found,), _ = read(tmp_path / "stream.npy")
+    assert found.stream
+    assert found.ids.tolist() == stream.tolist()
+    found, _ = read(tmp_path / "rows.npy", 25)
+    assert [d.ids.tolist() for d in found] == rows.tolist()
+    assert not any(d.stream for d in found)
+    np.save(tmp_path / "bad.npy", np.zeros((2, 2, 2)))
+    with pytest.raises(DataError, match=r"bad\.npy is an array of float64 with 3 dims"):
+        read(tmp_path / "bad.npy")
