@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from shardlm.data.buckets import Buckets
 from shardlm.mesh.axes import batch_ways
+from shardlm.plan import bytes_by_axis, count_traffic
 from shardlm.train.setup import new_state
 from shardlm.train.state import shardings
 from shardlm.train.step import batch_sharding, make_train_step
@@ -39,6 +41,15 @@ class Steps:
     """An update, run from the same initial state each time."""
 
     def __init__(self, lab, layout, buckets):
+        self.engine = self.engine_of(lab, layout, buckets)
+        self.ways = batch_ways(self.engine.mesh.shape)
+        self.step = make_train_step(self.engine, buckets)
+        self.sharding = batch_sharding(self.engine, buckets)
+        self.initial = jax.device_get(new_state(self.engine))
+        self.fetch = lab.fetch
+
+    @staticmethod
+    def engine_of(lab, layout, buckets):
         config = lab.config(lab.Layout(*layout))
         config = dataclasses.replace(
             config,
@@ -57,12 +68,7 @@ class Steps:
                 micro_batch=ROWS[0] if buckets else FLAT // 2,
             ),
         )
-        self.engine = lab.engine(config)
-        self.ways = batch_ways(self.engine.mesh.shape)
-        self.step = make_train_step(self.engine, buckets)
-        self.sharding = batch_sharding(self.engine, buckets)
-        self.initial = jax.device_get(new_state(self.engine))
-        self.fetch = lab.fetch
+        return lab.engine(config)
 
     def __call__(self, batch):
         """State, with the gradient in it as sgd's trace, and metrics after one update."""
@@ -224,3 +230,30 @@ def test_micro_batches_run_in_the_order_of_their_places(steps):
         part["targets"][device * ROOM + place, :7] = 3
         _, metrics = run(Buckets(np.array(counts, np.int32), (part, *batch.parts[1:])))
         assert metrics["tokens"] == (7 if place == 0 else 0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(1, 4, 2, "all"), pytest.param((1, 4, 1, "optimizer"), marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_length_that_is_not_used_sends_nothing(lab, layout):
+    """All that more lengths send is in their loops, which need not turn. What the update sends
+    once (weights or the embedding gathered, gradients summed) it sends once for all of them."""
+
+    def sent_once(lengths):
+        engine = Steps.engine_of(lab, layout, buckets=True)
+        batch = jax.eval_shape(lambda: as_buckets(rows_of((1, 1, 1)), (1, 1, 1), 4))
+        batch = Buckets(batch.counts.update(shape=(lengths,)), batch.parts[:lengths])
+        lowered = make_train_step(engine, buckets=True).lower(engine.abstract, batch)
+        return bytes_outside_loops(lowered.compile().as_text(), engine.mesh)
+
+    one = sent_once(1)
+    assert one["data"] > 0
+    assert sent_once(3) == one
+
+
+def bytes_outside_loops(text, mesh):
+    """Bytes along each axis by a program whose loops do not turn at all."""
+    kept = re.sub(r"^.* while\(.*$", "", text, flags=re.MULTILINE)
+    return bytes_by_axis(count_traffic(kept, mesh))
