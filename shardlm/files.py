@@ -39,20 +39,17 @@ class Occupied(Exception):
     """A lock that another process holds; its text says which process."""
 
 
-def lock(path: Path, wait: bool = False) -> int:
+def lock(path: Path) -> int:
     """Own a lock file until the descriptor that is returned is closed, or the process ends: the
     kernel holds the lock, so that a killed process leaves none.
 
-    Args:
-      wait: until it is free.
-
     Raises:
-      Occupied: another process has it, and not `wait`.
+      Occupied: another process has it.
       OSError: the file cannot be made.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)

@@ -1,13 +1,12 @@
 """Text into a store of tokens: the logic of `shardlm prepare`."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from shardlm.config import Config, ConfigError
 from shardlm.data import Preparation, Store, Tokenizer, is_store, make_tokenizer
 from shardlm.data.inputs import list_inputs
-from shardlm.data.prepare import texts
+from shardlm.data.prepare import texts, workers_for
 from shardlm.data.readers import Reading
 from shardlm.data.subwords import train_bpe
 from shardlm.data.tokenizer import BytesTokenizer
@@ -41,9 +40,7 @@ def prepare(options: PrepareOptions, config: Config, stopped: Callable[[], bool]
         tokenizer = train_bpe(found, options.tokenizer.vocab)
     else:
         tokenizer = make_tokenizer(data.tokenizer or BytesTokenizer.name, found)
-    workers = options.workers or len(os.sched_getaffinity(0))
-    if tokenizer.name in ("bytes", "characters"):
-        workers = 1
+    workers = workers_for(tokenizer, options.workers)
     preparation = Preparation(inputs, reading, tokenizer, workers, stopped=stopped)
     return preparation.into(Path(options.store))
 

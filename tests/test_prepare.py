@@ -1,6 +1,7 @@
 """`shardlm prepare`: text into a store, and training from it."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from shardlm.data.prepare import Interrupted, Preparation
 from shardlm.data.readers import Reading
 from shardlm.data.subwords import train_bpe
 from shardlm.data.tokenizer import BytesTokenizer
+from shardlm.files import lock
 
 
 @pytest.fixture
@@ -135,3 +137,19 @@ def test_the_command_trains_a_tokenizer_and_its_store_is_a_source(folder, tmp_pa
     corpora = [data.train.corpora[0], data.validation.corpus]
     found = [data.tokenizer.decode(c.document(i)) for c in corpora for i in range(c.documents)]
     assert sorted(found) == sorted(documents(folder))
+
+
+def test_two_at_once(folder, tmp_path):
+    """The second is refused, or waits where it was asked to, and can be told to stop."""
+    path = tmp_path / "store"
+    path.mkdir()
+    held = lock(path / ".lock")
+    try:
+        with pytest.raises(DataError, match=rf"process {os.getpid()} on .* is preparing {path}"):
+            preparation(folder).into(path)
+        asked = iter([False, True])
+        with pytest.raises(Interrupted):
+            preparation(folder, stopped=lambda: next(asked)).into(path, wait=True)
+    finally:
+        os.close(held)
+    assert preparation(folder).into(path).manifest["documents"] == 40

@@ -19,7 +19,7 @@ from shardlm.data.corpus import Corpus, split
 from shardlm.data.errors import DataError
 from shardlm.data.inputs import list_inputs
 from shardlm.data.loader import Loader, Share, Summary, Update, ValidationLoader
-from shardlm.data.prepare import Interrupted, Preparation, texts
+from shardlm.data.prepare import Interrupted, Preparation, texts, workers_for
 from shardlm.data.readers import Reading
 from shardlm.data.rows import Batch
 from shardlm.data.store import Store, is_store, open_store
@@ -127,7 +127,7 @@ def open_sources(config: Config, stopped: Callable[[], bool] = lambda: False) ->
                 f"({tokenizer.fingerprint()[:8]}): leave data.tokenizer out, or prepare the text "
                 "again"
             )
-    workers = 1 if tokenizer.name in ("bytes", "characters") else len(os.sched_getaffinity(0))
+    workers = workers_for(tokenizer)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     cache = Path(data.cache or f"{home}/shardlm").expanduser()
     stores = []
@@ -136,7 +136,7 @@ def open_sources(config: Config, stopped: Callable[[], bool] = lambda: False) ->
             stores.append(given[source])
             continue
         preparation = Preparation(listed[source], reading, tokenizer, workers, stopped=stopped)
-        stores.append(preparation.into(cache / preparation.key(), wait=True))
+        stores.append(preparation.into(cache / preparation.key, wait=True))
     return stores
 
 

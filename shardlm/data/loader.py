@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from shardlm.config import Config
-from shardlm.data.balance import Speeds, WorkModel, deal
+from shardlm.data.balance import WorkModel, deal
 from shardlm.data.buckets import Buckets
 from shardlm.data.corpus import Corpus, Tokens
 from shardlm.data.errors import DataError
@@ -120,10 +120,8 @@ class Loader:
         self._bases = np.array([c.base for c in corpora])
         self._batch, self._balance, self._prefetch = config.batch, data.balance, data.prefetch
         self._micro_batches, self._work = config.micro_batches, work
-        weights = np.array(data.weights)
         pools = self.corpora if data.weights else [Corpus.join(self.corpora)]
-        if not data.weights:
-            weights = np.ones(1)
+        weights = np.array(data.weights or (1.0,))
         laid = lay_rows(pools, data)
         lengths = row_lengths(data)
         places = np.array([[rows.rows for rows in of_kind] for of_kind in laid], float)
@@ -151,11 +149,11 @@ class Loader:
         self.updates_per_epoch = float(places.sum()) / (config.batch * data.length)
         if self.updates_per_epoch < 1:
             raise DataError(_too_few_rows(self.corpora, self.shapes, self.rows_per_epoch, config))
-        self.ways, self.speeds = 1, Speeds.level(1)
+        self.ways = 1
 
     def deal_to(self, ways: int) -> None:
         """Deal the rows of every update to so many devices."""
-        self.ways, self.speeds = ways, Speeds.level(ways)
+        self.ways = ways
 
     def summary(self) -> "Summary":
         """Documents, tokens and rows of an epoch."""
@@ -165,8 +163,7 @@ class Loader:
         """Update `step`, from 0.
 
         Which rows it has depends on the seed and the step only; which device gets which, on the
-        number of devices and their speeds too. A row's number in the update, `rows`, is the same
-        for any of them.
+        number of devices too. A row's number in the update, `rows`, is the same for any of them.
         """
         counts, found = self._draw(step)
         works = [
@@ -182,10 +179,8 @@ class Loader:
             before += room
         batch = parts[0] if len(parts) == 1 else Buckets(np.array(counts, np.int32), tuple(parts))
         each = [w[o].reshape(self.ways, -1).sum(1) for w, o in zip(works, orders, strict=True)]
-        predicted = np.zeros(len(self.corpora), np.int64)
-        for segments in found:
-            np.add.at(predicted, self._source(segments.place), segments.predicted)
-        return Update(batch, np.array(each).sum(0), predicted)
+        predicted = np.array([self._predicted(segments) for segments in found])
+        return Update(batch, np.array(each).sum(0), predicted.sum(0))
 
     def iterate(self, start_step: int = 0, share: Share = Share()) -> Iterator[Update]:
         """The updates from `start_step` on, without end, prepared ahead in a thread. Closing the
@@ -253,7 +248,7 @@ class Loader:
                 np.bincount(s.row, s.size, len(w)).astype(float)
                 for s, w in zip(found, works, strict=True)
             ]
-        return deal(works, self.ways, np.array(self.speeds.shares))
+        return deal(works, self.ways)
 
     def _part(
         self,
@@ -278,8 +273,9 @@ class Loader:
         rows[slots] = before + mine.reshape(-1)
         return {**batch, "rows": rows}
 
-    def _source(self, places: Int64[np.ndarray, "n"]) -> Int64[np.ndarray, "n"]:
-        return np.searchsorted(self._bases, places, "right") - 1
+    def _predicted(self, segments: Segments) -> Int64[np.ndarray, "sources"]:
+        source = np.searchsorted(self._bases, segments.place, "right") - 1
+        return np.bincount(source, segments.predicted, len(self._bases)).astype(np.int64)
 
 
 class ValidationLoader:

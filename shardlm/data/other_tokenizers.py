@@ -16,11 +16,11 @@ import numpy as np
 from jaxtyping import Int32
 
 from shardlm.data.errors import DataError
-from shardlm.data.tokenizer import ACCEPTED, ENDS, Encoder, checked, utf8
+from shardlm.data.tokenizer import ACCEPTED, ENDS, Tokenizer, checked, utf8
 
 
 @dataclass(frozen=True)
-class SentencePieceTokenizer(Encoder):
+class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model (Kudo & Richardson, arXiv 1808.06226).
 
     Its `bos` starts a document and its `eos` ends one, as far as it has them.
@@ -65,7 +65,7 @@ class SentencePieceTokenizer(Encoder):
         return int(self._library.vocab_size())
 
     @functools.cached_property
-    def start_of_document(self) -> int | None:  # type: ignore[override]
+    def start_of_document(self) -> int | None:
         """See `Tokenizer`."""
         return _or_none(self._library.bos_id())
 
@@ -100,7 +100,7 @@ class SentencePieceTokenizer(Encoder):
 
 
 @dataclass(frozen=True)
-class TiktokenTokenizer(Encoder):
+class TiktokenTokenizer(Tokenizer):
     """An encoding of tiktoken, of its own or of a plugin; the first of `ENDS` that it has ends a
     document."""
 

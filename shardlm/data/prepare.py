@@ -5,12 +5,14 @@ workers: the same text and tokenizer give the same files, byte for byte.
 """
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
 import signal
+import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
@@ -36,7 +38,12 @@ from shardlm.data.store import (
     read_manifest,
     write_shard,
 )
-from shardlm.data.tokenizer import Tokenizer, from_json
+from shardlm.data.tokenizer import (
+    BytesTokenizer,
+    CharactersTokenizer,
+    Tokenizer,
+    from_json,
+)
 from shardlm.files import Occupied, lock, replace_text
 
 SHARD_TOKENS = 1 << 25
@@ -80,6 +87,7 @@ class Preparation:
     stopped: Callable[[], bool] = lambda: False
     """Asked now and then: whether to stop."""
 
+    @functools.cached_property
     def key(self) -> str:
         """Digest of all that decides what the store will hold."""
         parts = [
@@ -105,28 +113,37 @@ class Preparation:
           Interrupted: `stopped`; finished shards stay.
           OSError: the disk is full or cannot be written to. Finished shards stay.
         """
-        key = self.key()
         if is_store(path):
-            return _finished(path, key)
+            return _finished(path, self.key)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            descriptor = lock(path / _LOCK, wait)
-        except Occupied as owner:
-            raise DataError(
-                f"{owner} is preparing {path}: wait for it to end, or name another directory"
-            ) from None
         except (FileExistsError, NotADirectoryError):
             raise DataError(f"{path} is a file: name a directory for the store") from None
+        descriptor = self._lock(path, wait)
         try:
             if is_store(path):
-                return _finished(path, key)
-            self._make(path, key)
+                return _finished(path, self.key)
+            self._make(path)
         finally:
             os.close(descriptor)
         return open_store(path)
 
-    def _make(self, path: Path, key: str) -> None:
-        done = _progress_of(path, key)
+    def _lock(self, path: Path, wait: bool) -> int:
+        while True:
+            try:
+                return lock(path / _LOCK)
+            except Occupied as owner:
+                if not wait:
+                    raise DataError(
+                        f"{owner} is preparing {path}: wait for it to end, or name another "
+                        "directory"
+                    ) from None
+                if self.stopped():
+                    raise Interrupted from None
+                time.sleep(0.2)
+
+    def _make(self, path: Path) -> None:
+        done = _progress_of(path, self.key)
         shards = [ShardInfo(**s) for s in done["shards"]]
         counts = np.array(done["counts"])
         chunks_done = int(done["chunks"])
@@ -143,7 +160,7 @@ class Preparation:
                     counts += np.sum([p.counts for p in parts], axis=0)
                     parts = []
                     state = {
-                        "key": key,
+                        "key": self.key,
                         "chunks": chunks_done,
                         "counts": counts.tolist(),
                         "shards": [asdict(s) for s in shards],
@@ -160,7 +177,7 @@ class Preparation:
                 "give some text"
             )
         named = dict(zip(_COUNTS, counts.tolist(), strict=True))
-        manifest = manifest_of(shards, self.tokenizer, named, key)
+        manifest = manifest_of(shards, self.tokenizer, named, self.key)
         replace_text(path / MANIFEST, json.dumps(manifest, indent=1))
         (path / _PROGRESS).unlink(missing_ok=True)
 
@@ -322,6 +339,11 @@ def texts(inputs: Sequence[Input], reading: Reading) -> Iterator[str]:
                 yield document.text
 
 
-def input_bytes(inputs: Iterable[Input]) -> int:
-    """Bytes as stored."""
-    return sum(i.size for i in inputs)
+def workers_for(tokenizer: Tokenizer, asked: int = 0) -> int:
+    """Processes that tokenize: as many as asked for, or one for each core. Bytes and characters
+    are tokenized faster than they are sent to another process."""
+    if isinstance(tokenizer, BytesTokenizer | CharactersTokenizer):
+        return 1
+    if hasattr(os, "sched_getaffinity"):
+        return asked or len(os.sched_getaffinity(0))
+    return asked or os.cpu_count() or 1

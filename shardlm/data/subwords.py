@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shardlm.data.errors import DataError
-from shardlm.data.tokenizer import ACCEPTED, ENDS, Encoder, checked, utf8
+from shardlm.data.tokenizer import ACCEPTED, ENDS, Tokenizer, checked, utf8
 
 BYTES_AND_END = 257
 """Ids that byte-level BPE has before the first merge."""
@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SubwordTokenizer(Encoder):
+class SubwordTokenizer(Tokenizer):
     """A tokenizer of the library."""
 
     content: str = field(repr=False)
@@ -100,7 +100,7 @@ class SubwordTokenizer(Encoder):
         return self._parts.vocab_size
 
     @property
-    def start_of_document(self) -> int | None:  # type: ignore[override]
+    def start_of_document(self) -> int | None:
         """See `Tokenizer`."""
         return self._parts.start
 
@@ -167,10 +167,10 @@ def _apart(tokens: Iterable[str]) -> Iterator[str]:
 
 
 def _load(content: str) -> Any:
-    from tokenizers import Tokenizer
+    import tokenizers
 
     try:
-        return Tokenizer.from_str(content)
+        return tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # The library raises no narrower one.
         raise DataError(
             f"the library tokenizers cannot use this tokenizer.json ({error}): save it again with "
@@ -254,14 +254,15 @@ def train_bpe(texts: Iterable[str], vocab: int) -> SubwordTokenizer:
     Raises:
       DataError: `vocab` is below `BYTES_AND_END`, or a text has no UTF-8 form.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
 
     if vocab < BYTES_AND_END:
         raise DataError(
             f"tokenizer.vocab is {vocab}: it must be at least {BYTES_AND_END}, for the 256 bytes "
             "and the end of a document"
         )
-    library = Tokenizer(models.BPE())
+    library = tokenizers.Tokenizer(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

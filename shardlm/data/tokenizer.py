@@ -14,11 +14,12 @@ token, "<|endoftext|>" in somebody's README, is text like any other.
 
 import functools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int32
@@ -36,26 +37,30 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofdoc|>", "<|
 that is a special token."""
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """What the rest of the package needs of a tokenizer."""
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """Its value of `data.tokenizer`; of one that was restored, and was a file: its kind."""
 
     @property
+    @abstractmethod
     def vocab_size(self) -> int:
         """The largest id and one: ids are from 0, and not all need be of a token."""
 
     @property
     def start_of_document(self) -> int | None:
         """Id that precedes the first token of every document and prompt, if there is one."""
+        return None
 
     @property
+    @abstractmethod
     def end_of_document(self) -> int | None:
         """Id that follows the last token of every document, if there is one."""
 
+    @abstractmethod
     def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
         """Ids of `text`, without start and end of document.
 
@@ -69,7 +74,9 @@ class Tokenizer(Protocol):
         Raises:
           DataError: a character that has no id.
         """
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`. Special tokens and ids of no token have none; bytes that are no character,
         for example where a text was cut within one, become U+FFFD.
@@ -78,37 +85,17 @@ class Tokenizer(Protocol):
           DataError: an id outside the vocabulary.
         """
 
+    @abstractmethod
     def to_json(self) -> str:
         """What `from_json` makes an equal tokenizer of."""
 
     def fingerprint(self) -> str:
         """Hexadecimal digest of `to_json`; equal tokenizers have equal ones."""
-
-
-class Encoder:
-    """What the kinds of tokenizers have in common."""
-
-    start_of_document: int | None = None
-
-    def encode(self, text: str) -> Int32[np.ndarray, "tokens"]:
-        """See `Tokenizer`."""
-        raise NotImplementedError
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """See `Tokenizer`."""
-        return [self.encode(text) for text in texts]
-
-    def to_json(self) -> str:
-        """See `Tokenizer`."""
-        raise NotImplementedError
-
-    def fingerprint(self) -> str:
-        """See `Tokenizer`."""
         return blake2b(self.to_json().encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
-class BytesTokenizer(Encoder):
+class BytesTokenizer(Tokenizer):
     """Bytes of UTF-8, and the end of a document."""
 
     name: ClassVar[str] = "bytes"
@@ -131,7 +118,7 @@ class BytesTokenizer(Encoder):
 
 
 @dataclass(frozen=True)
-class CharactersTokenizer(Encoder):
+class CharactersTokenizer(Tokenizer):
     """An id for each of `characters`, which are distinct and in code-point order."""
 
     characters: str
