@@ -16,13 +16,13 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from shardlm.config import Config
-from shardlm.data.balance import WorkModel, deal
+from shardlm.data.balance import Speeds, WorkModel, deal, deal_micro_batches
 from shardlm.data.buckets import Buckets
 from shardlm.data.corpus import Corpus, Tokens
 from shardlm.data.errors import DataError
 from shardlm.data.layout import Rows, lay_rows, row_lengths
 from shardlm.data.mixture import Mixture
-from shardlm.data.rows import Batch, ConcatenatedRows, Segments, lay_out
+from shardlm.data.rows import Batch, ConcatenatedRows, Segments, lay_out, ranges
 from shardlm.data.shuffle import ROUNDS, shuffled
 from shardlm.validation import batch_key
 
@@ -42,6 +42,8 @@ class Update(NamedTuple):
     """Of the process's share: a flat batch, or one of rows of several lengths."""
     work: Float64[np.ndarray, "ways"]
     """Estimated FLOPs of each device's rows."""
+    time: Float64[np.ndarray, "ways"]
+    """What is dealt level: the work, with `data.balance` dynamic over the speed of the device."""
     tokens: Int64[np.ndarray, "sources"]
     """Predicted tokens of the whole update by source."""
 
@@ -149,11 +151,27 @@ class Loader:
         self.updates_per_epoch = float(places.sum()) / (config.batch * data.length)
         if self.updates_per_epoch < 1:
             raise DataError(_too_few_rows(self.corpora, self.shapes, self.rows_per_epoch, config))
-        self.ways = 1
+        self.deal_to(1)
 
-    def deal_to(self, ways: int) -> None:
-        """Deal the rows of every update to so many devices."""
-        self.ways = ways
+    def deal_to(self, ways: int, speeds: Speeds | None = None) -> None:
+        """Deal the rows of every update to so many devices. With `data.balance` dynamic, by their
+        speeds, which may be set anew while updates are prepared; default: all alike."""
+        self.ways, self.speeds = ways, speeds or Speeds.level(ways)
+
+    @property
+    def buckets(self) -> bool:
+        """Whether batches are `Buckets`: rows of several lengths, or more for some devices."""
+        return len(self.streams) > 1 or self.dynamic
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether devices need not make as many micro-batches as one another."""
+        return self._balance == "dynamic"
+
+    @property
+    def ahead(self) -> int:
+        """Updates after the one that is being made which may be prepared already, at most."""
+        return self._prefetch + 2
 
     def summary(self) -> "Summary":
         """Documents, tokens and rows of an epoch."""
@@ -167,20 +185,32 @@ class Loader:
         """
         counts, found = self._draw(step)
         works = [
-            self._cost(segments, n * shape.rows, shape.length)
+            self._work.rows(segments.row, segments.size, np.full(n * shape.rows, shape.length))
             for segments, n, shape in zip(found, counts, self.shapes, strict=True)
         ]
-        orders = self._deal(found, works)
+        made = self._micro_batches_of(counts, step)
+        rows = made * (np.array([[shape.rows] for shape in self.shapes]) // self.ways)
+        orders = self._deal(found, works, rows, step)
         parts, before = [], 0
-        for segments, order, shape in zip(found, orders, self.shapes, strict=True):
-            # Of a single length, every place of the room is used.
-            room = self._micro_batches * shape.rows
-            parts.append(self._part(segments, order, before, room, shape.length, share))
-            before += room
-        batch = parts[0] if len(parts) == 1 else Buckets(np.array(counts, np.int32), tuple(parts))
-        each = [w[o].reshape(self.ways, -1).sum(1) for w, o in zip(works, orders, strict=True)]
+        for i, (segments, shape) in enumerate(zip(found, self.shapes, strict=True)):
+            room = self._room * shape.rows // self.ways
+            parts.append(
+                self._part(segments, orders[i], rows[i], before, room, shape.length, share)
+            )
+            before += self._micro_batches * shape.rows
+        batch: Batch | Buckets = parts[0]
+        if self.dynamic:
+            ways = self.ways // share.count
+            mine = made[:, share.index * ways : (share.index + 1) * ways]
+            batch = Buckets(mine.T.astype(np.int32), tuple(parts))
+        elif self.buckets:
+            batch = Buckets(np.array(counts, np.int32), tuple(parts))
+        work = np.zeros(self.ways)
+        for each, order, n in zip(works, orders, rows, strict=True):
+            work += np.bincount(np.repeat(np.arange(self.ways), n), each[order], self.ways)
         predicted = np.array([self._predicted(segments) for segments in found])
-        return Update(batch, np.array(each).sum(0), predicted.sum(0))
+        time = work / np.array(self.speeds.at(step)) if self.dynamic else work
+        return Update(batch, work, time, predicted.sum(0))
 
     def iterate(self, start_step: int = 0, share: Share = Share()) -> Iterator[Update]:
         """The updates from `start_step` on, without end, prepared ahead in a thread. Closing the
@@ -232,15 +262,28 @@ class Loader:
         found = [s.segments(*span) for s, span in zip(self.streams, spans, strict=True)]
         return counts, found
 
-    def _cost(self, segments: Segments, rows: int, length: int) -> Float64[np.ndarray, "rows"]:
-        """Work of each row: padding goes through the matrices too."""
-        used = np.bincount(segments.row, segments.size, rows)
-        work = np.bincount(segments.row, self._work.pieces(segments.size), rows)
-        return work + self._work.per_token * (length - used)
+    @property
+    def _room(self) -> int:
+        """Micro-batches of each shape that a device has room for. Of a single length, every place
+        of the room is used, unless devices may be given more than others: twice as much."""
+        return self._micro_batches * (2 if self.dynamic else 1)
+
+    def _micro_batches_of(
+        self, counts: list[int], step: int
+    ) -> Int64[np.ndarray, "shapes devices"]:
+        """Micro-batches that each device makes."""
+        if self.dynamic:
+            return deal_micro_batches(counts, self.speeds.at(step), self._room)
+        return np.repeat(np.array(counts)[:, None], self.ways, axis=1)
 
     def _deal(
-        self, found: list[Segments], works: list[np.ndarray]
-    ) -> list[Int64[np.ndarray, "rows"]]:
+        self,
+        found: list[Segments],
+        works: list[np.ndarray],
+        rows: Int64[np.ndarray, "shapes devices"],
+        step: int,
+    ) -> list[Int64[np.ndarray, "_"]]:
+        """Orders of the rows: those of the first device, then those of the second, ..."""
         if self._balance == "none":
             return [np.arange(len(w)) for w in works]
         if self._balance == "tokens":
@@ -248,29 +291,31 @@ class Loader:
                 np.bincount(s.row, s.size, len(w)).astype(float)
                 for s, w in zip(found, works, strict=True)
             ]
-        return deal(works, self.ways)
+        speeds = self.speeds.at(step) if self.dynamic else None
+        return deal(works, self.ways, speeds, rows)
 
     def _part(
         self,
         segments: Segments,
         order: Int64[np.ndarray, "rows"],
+        each: Int64[np.ndarray, "devices"],
         before: int,
         room: int,
         length: int,
         share: Share,
     ) -> Batch:
-        """Arrays of the share's rows of one length, with room for `room` of the whole update;
-        `before` rows of other lengths have the numbers before theirs."""
+        """Arrays of the share's rows of one length, of which device d has `each[d]`, with room for
+        `room` rows a device; `before` rows of other lengths have the numbers before theirs."""
         # A device has its rows first and then what it does not use of its room.
-        used, room = len(order) // self.ways, room // self.ways
         ways = self.ways // share.count
-        mine = order.reshape(self.ways, used)[share.index * ways : (share.index + 1) * ways]
-        chosen = segments.of_rows(mine.reshape(-1))
-        device, nth = np.divmod(np.arange(mine.size), max(used, 1))
-        slots = device * room + nth
+        device = np.arange(share.index * ways, (share.index + 1) * ways)
+        first = (np.cumsum(each) - each)[device]
+        mine = order[first[0] : first[-1] + each[device[-1]]]
+        chosen = segments.of_rows(mine)
+        slots = ranges(np.arange(ways) * room, each[device])
         batch = lay_out(self._tokens, chosen.renumbered(slots), ways * room, length)
         rows = np.zeros(ways * room, np.int32)
-        rows[slots] = before + mine.reshape(-1)
+        rows[slots] = before + mine
         return {**batch, "rows": rows}
 
     def _predicted(self, segments: Segments) -> Int64[np.ndarray, "sources"]:
