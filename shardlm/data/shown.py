@@ -50,7 +50,9 @@ class ShownRow:
     update: int
     """From 1, as in the metrics."""
     number: int
-    """Of the row within the update, from 0."""
+    """Of the row within the update, from 1."""
+    rows: int
+    """Of the update."""
     length: int
     """Places, T."""
     segments: tuple[ShownSegment, ...]
@@ -70,27 +72,26 @@ def first_rows(loader: Loader, tokenizer: Tokenizer, count: int, updates: int) -
     """`count` rows of the first update, evenly spaced; if it has fewer, of the first ones, at most
     of `updates`. Rows are in the order of the update, not of the devices they are dealt to."""
     loader.deal_to(1)
-    found: list[tuple[int, int, np.ndarray, np.ndarray, np.ndarray]] = []
+    found: list[tuple[int, int, int, tuple[np.ndarray, ...]]] = []
     for step in range(updates):
-        found += [(step + 1, *row) for row in _rows(loader.at(step).batch)]
+        rows = list(_rows(loader.at(step).batch))
+        found += [(step + 1, i, len(rows), arrays) for i, arrays in enumerate(rows, start=1)]
         if len(found) >= count:
             break
     chosen = np.unique(np.linspace(0, len(found) - 1, count).round().astype(int)).tolist()
     decoder = _Decoder(tokenizer)
     return [
-        ShownRow(update, number, len(tokens), tuple(decoder.segments(tokens, targets, segments)))
-        for update, number, tokens, targets, segments in (found[i] for i in chosen)
+        ShownRow(update, number, rows, arrays[0].size, tuple(decoder.segments(*arrays)))
+        for update, number, rows, arrays in (found[i] for i in chosen)
     ]
 
 
-def _rows(
-    batch: Batch | Buckets,
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray]]:
-    """Number, tokens, targets and segments of each row that is used."""
+def _rows(batch: Batch | Buckets) -> Iterator[tuple[np.ndarray, ...]]:
+    """Tokens, targets and segments of each row that is used."""
     parts = batch.parts if isinstance(batch, Buckets) else (batch,)
     for part in parts:
         for i in np.flatnonzero(part["segments"].any(axis=1)).tolist():
-            yield int(part["rows"][i]), part["tokens"][i], part["targets"][i], part["segments"][i]
+            yield tuple(part[name][i] for name in ("tokens", "targets", "segments"))
 
 
 class _Decoder:

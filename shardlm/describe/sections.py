@@ -208,8 +208,9 @@ def _balances(found: Description, dealt: str) -> list[Section]:
 def row_title(row: ShownRow) -> str:
     """What stands above a row."""
     return (
-        f"update {row.update:,}, row {row.number:,}: {row.length:,} places, {row.predicted:,} of "
-        f"them predict; {_count(len(row.segments), 'segment')}, {row.padding:,} of padding"
+        f"update {row.update:,}, row {row.number:,} of {row.rows:,}: {row.length:,} places, "
+        f"{row.predicted:,} of them predict; {_count(len(row.segments), 'segment')}, "
+        f"{row.padding:,} of padding"
     )
 
 
