@@ -33,7 +33,7 @@ POSITIONS = 1 << 25
 """Positions of those updates, at most, but for two updates."""
 BLOCK = 1 << 16
 """Rows that are looked at together."""
-QUANTILES = (0, 0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1)
+PERCENTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Lengths:
 
     classes: tuple[LengthClass, ...]
     """From the one of the shortest document to that of the longest."""
-    quantiles: dict[float, int]
-    """The shortest length that so large a share of the documents does not exceed."""
+    percentiles: dict[int, int]
+    """The shortest length that so many of a hundred documents do not exceed."""
     mean: float
     longer: int
     """Documents that no row of `data.length` holds."""
@@ -231,7 +231,7 @@ def _lengths(corpora: Sequence[Corpus], length: int) -> Lengths:
         classes.append(LengthClass(1 << i, end - first, int(sums[end] - sums[first])))
     return Lengths(
         classes=tuple(classes),
-        quantiles={q: int(lengths[max(0, int(np.ceil(q * len(lengths))) - 1)]) for q in QUANTILES},
+        percentiles={p: int(lengths[max(-(-p * len(lengths) // 100) - 1, 0)]) for p in PERCENTILES},
         mean=float(lengths.mean()),
         longer=int((lengths > length).sum()),
     )

@@ -4,7 +4,6 @@ What comes out can be printed anywhere: characters that would move a cursor, sta
 sequence, turn the direction of writing or not be seen are replaced by signs that stand for them.
 """
 
-import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -145,8 +144,8 @@ class _Decoder:
 
 
 def visible(text: str) -> str:
-    """`text` with a sign for each character that is none to be seen: pictures for ASCII controls
-    (␊ for a line feed), ⟨U+202E⟩ for others, halves of surrogate pairs among them."""
+    """`text` with a sign for each character that is not to be seen: pictures for ASCII controls (␊
+    for a line feed), ⟨U+202E⟩ for others, such as halves of surrogate pairs and odd spaces."""
     return text if text.isprintable() else "".join(map(_sign, text))
 
 
@@ -156,11 +155,7 @@ def _sign(character: str) -> str:
         return chr(0x2400 + code)
     if code == 0x7F:
         return "␡"
-    # What does not print: controls, formats (which turn the direction of writing), halves of pairs,
-    # codes of no character, separators of lines.
-    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"):
-        return f"⟨U+{code:04X}⟩"
-    return character
+    return character if character.isprintable() else f"⟨U+{code:04X}⟩"
 
 
 def shorten(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
@@ -176,9 +171,9 @@ def shorten(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
 def _head(pieces: tuple[Piece, ...], most: int, from_end: bool = False) -> list[Piece]:
     found = []
     for piece in pieces:
-        text = piece.text[-most:] if from_end else piece.text[:most]
         if most <= 0:
             break
+        text = piece.text[-most:] if from_end else piece.text[:most]
         found.append(Piece(text, piece.predicts, piece.kind))
         most -= len(text)
     return found

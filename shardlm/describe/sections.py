@@ -125,14 +125,14 @@ def _lengths(lengths: Lengths, documents: int) -> Section:
         )
         for c in lengths.classes
     )
-    names = {0.0: "shortest", 0.5: "median", 1.0: "longest"}
-    quantiles = ", ".join(f"{names.get(q, f'{q:.0%}')} {n:,}" for q, n in lengths.quantiles.items())
+    names = {0: "shortest", 50: "median", 100: "longest"}
+    said = [f"{names.get(p, f'{p}%')} {n:,}" for p, n in lengths.percentiles.items()]
     return Section(
         "Lengths of training documents, in tokens",
         ("tokens", "documents", "share", "", "of all tokens", ""),
         rows,
         notes=(
-            f"{quantiles}; mean {lengths.mean:,.1f}",
+            f"{', '.join(said)}; mean {lengths.mean:,.1f}",
             f"longer than a row: {_count(lengths.longer, 'document')}, "
             f"{lengths.longer / documents:.1%}",
         ),
