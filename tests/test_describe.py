@@ -123,7 +123,8 @@ def test_the_page_on_a_terminal(recipe, capsys, monkeypatch):
     plain = capsys.readouterr().out
     assert all(line.isprintable() for line in plain.split("\n"))
     assert plain.count("⟦⟨end⟩⟧") > 1
-    assert "<script>alert(1)</script>" in plain
+    assert "[bold]x[/bold]" in plain
+    assert "␛[31mred" in plain
     assert "← configured" in plain
     assert not any(line.endswith(" ") for line in plain.split("\n"))
     monkeypatch.setenv("FORCE_COLOR", "1")
