@@ -47,6 +47,16 @@ class PrepareOptions:
 
 
 @dataclass(frozen=True)
+class DescribeOptions:
+    """Whose data to describe, and where to."""
+
+    configuration: str
+    """YAML file of a run; flags win over it."""
+    html: str | None = None
+    """File for the same page as HTML, with whole rows."""
+
+
+@dataclass(frozen=True)
 class BenchOptions:
     """What to measure."""
 

@@ -96,6 +96,10 @@ class Stream:
             parts.append(self._pools[p].segments(row[mine], phase[mine]).renumbered(mine))
         return Segments.merge(parts)
 
+    def drawn(self, end: int) -> list[tuple[Rows, int]]:
+        """Of each pool, its rows, and how many of them stand before row `end` of the stream."""
+        return list(zip(self._pools, self._mixture.counts(end).tolist(), strict=True))
+
     @functools.lru_cache(64)  # noqa: B019 - a stream lives as long as its loader
     def _keys(self, epoch: int, pool: int) -> np.ndarray:
         entropy = [self._seed, int(epoch), int(pool), self._kind]
@@ -243,6 +247,19 @@ class Loader:
             pool, epoch, row, _ = stream.draw(start, count)
             named.append(np.stack([np.full_like(pool, kind), pool, epoch, row], axis=1))
         return named
+
+    def epochs(self, step: int) -> Float64[np.ndarray, "sources"]:
+        """How many epochs of each source the updates before `step` make."""
+        read, whole = np.zeros((2, len(self.corpora)))
+        spans = self._spans(step)
+        for stream, (end, _), shape in zip(self.streams, spans, self.shapes, strict=True):
+            for rows, count in stream.drawn(end):
+                # Without weights there is one pool, of all sources.
+                own = [rows.corpus is corpus for corpus in self.corpora]
+                of = np.array(own) if any(own) else np.ones(len(own), bool)
+                read[of] += count * shape.length
+                whole[of] += rows.rows * shape.length
+        return read / whole
 
     def _spans(self, step: int) -> list[tuple[int, int]]:
         """Of each stream, the first row of update `step` and how many rows it has."""
