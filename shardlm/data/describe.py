@@ -24,7 +24,7 @@ from shardlm.data.tokenizer import Tokenizer
 from shardlm.validation import validate
 
 PACKINGS = ("concat", "best_fit", "none", "padded_buckets")
-BALANCES = ("none", "tokens", "work")
+BALANCES = ("none", "tokens", "work", "dynamic")
 ROWS = 10
 """Rows that are shown."""
 UPDATES = 16
@@ -102,7 +102,8 @@ class Packing:
 
 @dataclass(frozen=True)
 class Balance:
-    """Heaviest over mean of the devices' estimated work with one `data.balance`."""
+    """Heaviest over mean of the devices' estimated work with one `data.balance`; of dynamic before
+    any device is measured."""
 
     name: str
     configured: bool
@@ -159,7 +160,10 @@ def describe(data: Data, config: Config, ways: int) -> Description:
     # A share of the rows is enough for what is said of all of them.
     looked = [loader.at(step, Share(0, ways)) for step in updates]
     counts = [
-        u.batch.counts if isinstance(u.batch, Buckets) else np.array([config.micro_batches])
+        # Of the one device, where each has its own.
+        u.batch.counts.reshape(-1)
+        if isinstance(u.batch, Buckets)
+        else np.array([config.micro_batches])
         for u in looked
     ]
     return Description(
@@ -284,7 +288,7 @@ def _balances(data: Data, config: Config, ways: int, updates: list[int]) -> Iter
         if not configured:
             loader = _loader(loader.corpora, override(config, {"data.balance": name}))
             loader.deal_to(ways)
-        found = [imbalance(loader.at(step, Share(0, ways)).work) for step in updates]
+        found = [imbalance(loader.at(step, Share(0, ways)).time) for step in updates]
         yield Balance(name, configured, float(np.mean(found)), max(found))
 
 

@@ -128,6 +128,12 @@ class Loader:
         self._micro_batches, self._work = config.micro_batches, work
         pools = self.corpora if data.weights else [Corpus.join(self.corpora)]
         weights = np.array(data.weights or (1.0,))
+        if lacking := [pool.name for pool in pools if not pool.size]:
+            raise DataError(
+                f"data.sources: {lacking[0]} has a weight and no document for training (data.split "
+                f"{data.split}, data.validation {data.validation:g}): give it more text, leave it "
+                "out, or lower data.validation"
+            )
         laid = lay_rows(pools, data)
         lengths = row_lengths(data)
         places = np.array([[rows.rows for rows in of_kind] for of_kind in laid], float)

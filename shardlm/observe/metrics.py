@@ -35,6 +35,7 @@ def update_record(
     source_tokens: Sequence[int],
     epochs: Sequence[float],
     device_seconds: Sequence[float] | None,
+    device_speeds: Sequence[float] | None,
     skipped: bool,
 ) -> dict[str, Any]:
     """The line of one update.
@@ -56,6 +57,7 @@ def update_record(
       epochs: how often each source has been read.
       device_seconds: that the devices of each share of the batch computed, without waiting; None
         where that is not measured.
+      device_speeds: by which the update was dealt to them, of mean 1; None likewise.
       skipped: whether the update was left out: a gradient was not finite, or no row had a target.
     """
     return {
@@ -73,6 +75,7 @@ def update_record(
         "source_tokens": list(source_tokens),
         "epochs": list(epochs),
         "device_seconds": None if device_seconds is None else list(device_seconds),
+        "device_speeds": None if device_speeds is None else list(device_speeds),
         "skipped": int(skipped),
     }
 

@@ -223,6 +223,9 @@ class _Run:
         self._record(self.delayed.flush())
         self._end(done, state)
         self.console.say(self.account.describe(self.data.train))
+        if self.data.train.dynamic:
+            speeds = self.data.train.speeds.at(done)
+            self.console.say(f"speeds      {' '.join(f'{speed:.2f}' for speed in speeds)}")
         if self.stop.signal:
             return self._stopped(done)
         self.console.say(how_to_go_on(self.engine, self.start.directory, self.commands))
@@ -257,6 +260,9 @@ class _Run:
             source_tokens=self.account.tokens,
             epochs=self.account.epochs(self.data.train),
             device_seconds=device_seconds,
+            device_speeds=(
+                None if device_seconds is None else (fed.update.work / fed.update.time).tolist()
+            ),
             skipped=skipped,
         )
         self.writer.write(record)
@@ -271,13 +277,8 @@ class _Run:
         if not all(0 < value < math.inf for value in seconds):
             return  # Nothing to do, or a device failed.
         # Updates are counted from 0 by the loader: `step` is the next one.
-        learnt = train.speeds.update(seconds, work.tolist(), step, step + 1 + train.ahead)
-        start, speeds = learnt.decisions[-1]
-        changed = learnt.decisions[-1] != train.speeds.decisions[-1]
-        if changed and start < self.config.train.steps:
-            said = " ".join(f"{speed:.2f}" for speed in speeds)
-            self.console.say(f"dealt by speeds of the devices from update {start + 1:,} on: {said}")
-        train.speeds = learnt
+        start = step + 1 + train.ahead
+        train.speeds = train.speeds.update(seconds, work.tolist(), now=step, start=start)
 
     def _fail(self, step: int) -> NoReturn:
         """End a run whose gradients stay NaN or infinite."""

@@ -182,7 +182,7 @@ def test_balance_is_that_of_the_rows_that_the_devices_get(packing, tmp_path):
             ratios.append(devices.max() / devices.mean())
         assert (balance.mean, balance.worst) == pytest.approx((np.mean(ratios), max(ratios)))
     assert [b.name for b in got.balances if b.configured] == ["work"]
-    none, _, work_balance = got.balances
+    none, _, work_balance, _ = got.balances
     assert none.mean > work_balance.mean
 
 
