@@ -1,0 +1,177 @@
+"""Rows of every kind through kills, stops and a change of the devices: what is fed, what is learnt.
+
+The runs that are killed are forked from a process that has imported all it needs, so that a kill
+costs a second.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from shardlm.data import Buckets, Loader, Share
+from shardlm.observe import MetricsWriter, read_metrics
+
+STEPS = 12
+# Rows of 12 in micro-batches of 4; with buckets also 8 rows of 6.
+FLAGS = (
+    f"--train.steps {STEPS} --data.tokenizer bytes --data.split documents --data.validation 0 "
+    "--data.length 12 --data.buckets 2 --train.micro_batch 4 --model.dropout 0.1 "
+    "--checkpoint.every_steps 1 --eval.every_steps 0"
+)
+KINDS = {
+    "best_fit": "--data.packing best_fit --data.overlap 3",
+    "padded_buckets": "--data.packing padded_buckets",
+    "none": "--data.packing none",
+    "mixture": "--data.packing best_fit --data.weights 3 1",
+}
+DOCUMENTS = {"best_fit": [77], "padded_buckets": [77], "none": [40], "mixture": [43, 21]}
+"""Of each source: 12 updates are 2.5 epochs and a little."""
+
+FORKED = """
+import os, signal, sys
+import grain
+from shardlm import cli
+from shardlm.observe import MetricsWriter
+from shardlm.train import loop
+
+write = MetricsWriter.write
+def kill_after(self, record):
+    write(self, record)
+    if record["step"] == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+MetricsWriter.write = kill_after
+
+for step in {steps}:
+    child = os.fork()
+    if not child:
+        cli.leave(cli.run(cli.train, sys.argv[1:]))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, status
+"""
+
+
+@pytest.fixture(scope="module")
+def flags_of(tmp_path_factory):
+    """Flags of a kind, with sources of their own."""
+
+    def make(kind):
+        folder = tmp_path_factory.mktemp(kind)
+        draw = random.Random(kind)
+        for i, count in enumerate(DOCUMENTS[kind]):
+            sizes = [1 + min(int(draw.lognormvariate(1.7, 0.8)), 40) for _ in range(count)]
+            rows = [json.dumps({"text": "".join(draw.choices("abcdefg ", k=n))}) for n in sizes]
+            (folder / f"{i}.jsonl").write_text("\n".join(rows))
+        sources = " ".join(str(path) for path in sorted(folder.iterdir()))
+        return f"{FLAGS} {KINDS[kind]} --data.sources {sources}"
+
+    return {kind: make(kind) for kind in KINDS}
+
+
+class Fed:
+    """The rows of each update that runs of this process were given, by their numbers."""
+
+    def __init__(self, monkeypatch):
+        self.steps, self.loader = {}, None
+        iterate = Loader.iterate
+
+        def recording(loader, start_step=0, share=Share()):
+            self.loader = loader
+            updates = iterate(loader, start_step, share)
+            for step, update in enumerate(updates, start=start_step):
+                self.steps[step] = rows_by_number(update.batch)
+                yield update
+
+        monkeypatch.setattr(Loader, "iterate", recording)
+
+    def take(self):
+        taken, self.steps = self.steps, {}
+        return taken
+
+
+def rows_by_number(batch):
+    found = {}
+    for part in batch.parts if isinstance(batch, Buckets) else [batch]:
+        for i, number in enumerate(part["rows"].tolist()):
+            if part["segments"][i].any():
+                assert number not in found
+                found[number] = [part[key][i].tolist() for key in ("tokens", "targets", "segments")]
+    return found
+
+
+@pytest.fixture
+def fed(monkeypatch):
+    return Fed(monkeypatch)
+
+
+def stop_after(monkeypatch, step):
+    """SIGTERM once the line of an update is written, which is while the next one is made."""
+    write = MetricsWriter.write
+
+    def sending(self, record):
+        write(self, record)
+        if record["step"] == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsWriter, "write", sending)
+
+
+def same_state(a, b):
+    """Bit-equal, leaf by leaf."""
+    assert a.keys() == b.keys()
+    assert all(a[name].tobytes() == b[name].tobytes() for name in a)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kills_and_a_stop_leave_no_trace(kind, runs, flags_of, fed, monkeypatch, tmp_path):
+    """Killed in the first epoch and in the second, stopped in the second, over 2.5 epochs."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    flags = flags_of[kind]
+    assert runs.train(whole, flags) == 0
+    uninterrupted = fed.take()
+    assert sorted(uninterrupted) == list(range(STEPS))
+    epoch = fed.loader.updates_per_epoch
+    assert 2.5 * epoch <= STEPS < 3 * epoch
+    # A state is saved before the next but one is made: the second kill goes on from update 5 or 6.
+    assert epoch <= 5 < 7 < 8 < 9 < 2 * epoch
+
+    killed = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FORKED.format(steps=(3, 7))]
+        + runs.arguments(broken, flags),
+        env=runs.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    assert read_metrics(broken / "metrics.jsonl")[-1]["step"] == 7
+    with monkeypatch.context() as patch:
+        stop_after(patch, 8)
+        assert runs.train(broken, flags) == 128 + signal.SIGTERM
+    stopped = fed.take()
+    if kind in ("padded_buckets", "mixture"):
+        shutil.copytree(broken, tmp_path / "moved")
+    assert runs.train(broken, flags) == 0
+    finished = fed.take()
+
+    assert min(stopped) in (5, 6)
+    assert min(finished) == max(stopped) + 1 in (8, 9)
+    assert max(finished) == STEPS - 1
+    for step, rows in (stopped | finished).items():
+        assert rows == uninterrupted[step]
+    assert runs.figures(broken) == runs.figures(whole)
+    same_state(runs.state(broken, STEPS), runs.state(whole, STEPS))
+
+    if kind in ("padded_buckets", "mixture"):
+        # On twice the devices: other devices have the rows, and the same rows are dropped out.
+        assert runs.train(tmp_path / "moved", f"{flags} --mesh.data 4") == 0
+        assert fed.take() == {step: uninterrupted[step] for step in finished}
+        for ours, theirs in zip(
+            runs.figures(tmp_path / "moved"), runs.figures(whole), strict=True
+        ):
+            assert ours["tokens"] == theirs["tokens"]
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
