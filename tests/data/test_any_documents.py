@@ -83,6 +83,8 @@ def first_epoch(example):
     found = [{} for _ in example.weights or (1,)]
     step = 0
     while sum(map(len, found)) < loader.rows_per_epoch:
+        # The weights are 3 to 1 at most.
+        assert step < 5 * loader.rows_per_epoch + 20, "rows are missing"
         update, names = loader.at(step), loader.rows_of(step)
         parts = update.batch.parts if isinstance(update.batch, Buckets) else [update.batch]
         predicted, before = [0] * len(example.sources), 0
