@@ -273,6 +273,20 @@ def test_fewer_rows_than_a_batch_are_refused(lengths, rows):
             loader_of([corpus_of(lengths)], length=longest + 1)
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "none", "padded_buckets"])
+@pytest.mark.parametrize("lengths", [[24], [8, 8, 8], [20], [30, 2, 1, 1]])
+def test_what_a_refusal_of_packed_rows_says_helps(packing, lengths):
+    with pytest.raises(DataError, match=r"train\.batch is 8 and .*: give more text") as error:
+        loader_of([corpus_of(lengths)], batch=8, packing=packing)
+    if "only" in str(error.value):
+        rows = int(str(error.value).split("set train.batch to ")[1].split()[0])
+        with pytest.raises(DataError):
+            loader_of([corpus_of(lengths)], batch=rows + 1, packing=packing)
+        loader_of([corpus_of(lengths)], batch=rows, packing=packing)
+    else:
+        loader_of([corpus_of(lengths)], batch=2, packing=packing)
+
+
 @pytest.mark.parametrize("lengths", [[], [0], [1], [1, 1, 1]])
 def test_a_text_without_a_token_to_predict_is_refused(lengths):
     for make in (
