@@ -1,4 +1,4 @@
-"""The commands of the README's section on a folder of text, run as they stand, one after another."""
+"""The commands of the README on a folder of text, run as they stand, one after another."""
 
 import json
 import os
