@@ -22,17 +22,16 @@ STEPS = 12
 FLAGS = (
     f"--train.steps {STEPS} --data.tokenizer bytes --data.split documents --data.validation 0 "
     "--data.length 12 --data.buckets 2 --train.micro_batch 4 --model.dropout 0.1 "
-    "--eval.every_steps 0 --checkpoint.every_steps 100"
+    "--eval.every_steps 0 --checkpoint.every_steps 100 --mesh.data 1"
 )
 KINDS = {
-    "best_fit": "--data.packing best_fit --data.overlap 3",
+    "mixture": "--data.packing best_fit --data.overlap 3 --data.weights 3 1",
     "padded_buckets": "--data.packing padded_buckets",
-    "mixture": "--data.packing none --data.weights 3 1",
 }
-DOCUMENTS = {"best_fit": [77], "padded_buckets": [77], "mixture": [25, 12]}
+DOCUMENTS = {"mixture": [41, 20], "padded_buckets": [77]}
 """Of each source: 12 updates are 2.5 epochs and a little."""
-KILLS = {"best_fit": [7], "padded_buckets": [3, 7], "mixture": [7]}
-"""After the lines of which updates runs are killed: 7 is in the second epoch."""
+KILLED_AFTER = 7
+"""Update whose line is the last of the runs that are killed; it is in the second epoch."""
 
 FORKED = """
 import json, os, signal, sys
@@ -48,7 +47,8 @@ def kill_after(self, record):
         os.kill(os.getpid(), signal.SIGKILL)
 MetricsWriter.write = kill_after
 
-for step, arguments in json.loads(sys.argv[1]):
+step, *runs = json.loads(sys.argv[1])
+for arguments in runs:
     child = os.fork()
     if not child:
         cli.leave(cli.run(cli.train, arguments))
@@ -79,12 +79,11 @@ def killed(runs, flags_of, tmp_path_factory):
     """Of each kind a run that was killed, saved after every update that it made."""
     folder = tmp_path_factory.mktemp("killed")
     starts = [
-        (step, runs.arguments(folder / kind, f"{flags_of[kind]} --checkpoint.every_steps 1"))
+        runs.arguments(folder / kind, f"{flags_of[kind]} --checkpoint.every_steps 1")
         for kind in KINDS
-        for step in KILLS[kind]
     ]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FORKED, json.dumps(starts)],
+        [sys.executable, "-W", "error", "-c", FORKED, json.dumps([KILLED_AFTER, *starts])],
         env=runs.environment,
         capture_output=True,
         text=True,
@@ -148,11 +147,8 @@ def same_state(a, b):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_and_a_stop_leave_no_trace(
-    kind, runs, flags_of, killed, fed, monkeypatch, tmp_path
-):
-    """Both in the second epoch of 2.5; with buckets also a kill in the first, and the run goes on
-    with the same rows on twice the devices."""
+def test_a_kill_and_a_stop_leave_no_trace(kind, runs, flags_of, killed, fed, monkeypatch, tmp_path):
+    """Both in the second epoch of 2.5; and on more devices the run goes on with the same rows."""
     whole, broken = tmp_path / "whole", killed / kind
     flags = flags_of[kind]
     assert runs.train(whole, flags) == 0
@@ -163,9 +159,9 @@ def test_a_kill_and_a_stop_leave_no_trace(
     # A save is waited for by the next one: a run killed in update 8 goes on from 5 to 7.
     assert epoch <= 5 < 9 < 2 * epoch
 
-    assert read_metrics(broken / "metrics.jsonl")[-1]["step"] == 7
+    assert read_metrics(broken / "metrics.jsonl")[-1]["step"] == KILLED_AFTER
     with monkeypatch.context() as patch:
-        stop_after(patch, 8)
+        stop_after(patch, KILLED_AFTER + 1)
         assert runs.train(broken, flags) == 128 + signal.SIGTERM
     stopped = fed.take()
     moved = tmp_path / "moved"
@@ -183,7 +179,7 @@ def test_a_kill_and_a_stop_leave_no_trace(
     same_state(runs.state(broken, STEPS), runs.state(whole, STEPS))
 
     if moved.exists():
-        assert runs.train(moved, f"{flags} --mesh.data 4") == 0
+        assert runs.train(moved, f"{flags} --mesh.data 2") == 0
         assert fed.take() == finished
         for ours, theirs in zip(runs.figures(moved), runs.figures(whole), strict=True):
             assert ours["tokens"] == theirs["tokens"]
