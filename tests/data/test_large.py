@@ -41,8 +41,8 @@ print(int(last.ids[-1]), resident() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
 def test_a_store_of_10_gigabytes_is_opened_at_once(tmp_path):
-    """Zeros that take no room on the disk, with valid checksums: under a second and 50 MB, of which
-    655,360 documents are 16 bytes each."""
+    """Zeros that take no room on the disk, with valid checksums, in 655,360 documents: a second
+    and 50 MB at most, with a block read."""
     documents = IDS // DOCUMENT
     index = b"".join(
         (

@@ -1,16 +1,11 @@
-"""Rows of every kind through kills, stops and a change of the devices: what is fed, what is learnt.
-
-The runs that are killed are forked from a process that has imported all it needs, so that a kill
-costs a second.
-"""
+"""Rows that are packed, mixed or of several lengths, in runs that are killed, stopped and moved to
+other devices: what is fed, and what is learnt."""
 
 import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -22,38 +17,25 @@ STEPS = 12
 FLAGS = (
     f"--train.steps {STEPS} --data.tokenizer bytes --data.split documents --data.validation 0 "
     "--data.length 12 --data.buckets 2 --train.micro_batch 4 --model.dropout 0.1 "
-    "--eval.every_steps 0 --checkpoint.every_steps 100"
+    "--eval.every_steps 0 --checkpoint.every_steps 100 --mesh.data 1"
 )
 KINDS = {
-    "best_fit": "--data.packing best_fit --data.overlap 3",
+    "mixture": "--data.packing best_fit --data.overlap 3 --data.weights 3 1",
     "padded_buckets": "--data.packing padded_buckets",
-    "mixture": "--data.packing none --data.weights 3 1",
 }
-DOCUMENTS = {"best_fit": [77], "padded_buckets": [77], "mixture": [25, 12]}
+DOCUMENTS = {"mixture": [41, 20], "padded_buckets": [77]}
 """Of each source: 12 updates are 2.5 epochs and a little."""
-KILLS = {"best_fit": [7], "padded_buckets": [3, 7], "mixture": [7]}
-"""After the lines of which updates runs are killed: 7 is in the second epoch."""
+KILLED_AFTER = 7
+"""The update whose line is the last of a run that is killed."""
 
-FORKED = """
-import json, os, signal, sys
-import grain
-from shardlm import cli
+KILL = """
 from shardlm.observe import MetricsWriter
-from shardlm.train import loop
-
 write = MetricsWriter.write
 def kill_after(self, record):
     write(self, record)
-    if record["step"] == step:
+    if record["step"] == {step}:
         os.kill(os.getpid(), signal.SIGKILL)
 MetricsWriter.write = kill_after
-
-for step, arguments in json.loads(sys.argv[1]):
-    child = os.fork()
-    if not child:
-        cli.leave(cli.run(cli.train, arguments))
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, status
 """
 
 
@@ -72,25 +54,6 @@ def flags_of(tmp_path_factory):
         return f"{FLAGS} {KINDS[kind]} --data.sources {sources}"
 
     return {kind: make(kind) for kind in KINDS}
-
-
-@pytest.fixture(scope="module")
-def killed(runs, flags_of, tmp_path_factory):
-    """Of each kind a run that was killed, saved after every update that it made."""
-    folder = tmp_path_factory.mktemp("killed")
-    starts = [
-        (step, runs.arguments(folder / kind, f"{flags_of[kind]} --checkpoint.every_steps 1"))
-        for kind in KINDS
-        for step in KILLS[kind]
-    ]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", FORKED, json.dumps(starts)],
-        env=runs.environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 class Fed:
@@ -148,12 +111,9 @@ def same_state(a, b):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_and_a_stop_leave_no_trace(
-    kind, runs, flags_of, killed, fed, monkeypatch, tmp_path
-):
-    """Both in the second epoch of 2.5; with buckets also a kill in the first, and the run goes on
-    with the same rows on twice the devices."""
-    whole, broken = tmp_path / "whole", killed / kind
+def test_a_kill_and_a_stop_leave_no_trace(kind, runs, flags_of, fed, monkeypatch, tmp_path):
+    """Both in the second epoch of 2.5; and on more devices the run goes on with the same rows."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
     flags = flags_of[kind]
     assert runs.train(whole, flags) == 0
     uninterrupted = fed.take()
@@ -163,9 +123,13 @@ def test_a_kill_and_a_stop_leave_no_trace(
     # A save is waited for by the next one: a run killed in update 8 goes on from 5 to 7.
     assert epoch <= 5 < 9 < 2 * epoch
 
-    assert read_metrics(broken / "metrics.jsonl")[-1]["step"] == 7
+    save = f"{flags} --checkpoint.every_steps 1"
+    process = runs.process(broken, save, KILL.format(step=KILLED_AFTER))
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL, errors
+    assert read_metrics(broken / "metrics.jsonl")[-1]["step"] == KILLED_AFTER
     with monkeypatch.context() as patch:
-        stop_after(patch, 8)
+        stop_after(patch, KILLED_AFTER + 1)
         assert runs.train(broken, flags) == 128 + signal.SIGTERM
     stopped = fed.take()
     moved = tmp_path / "moved"
@@ -183,7 +147,7 @@ def test_a_kill_and_a_stop_leave_no_trace(
     same_state(runs.state(broken, STEPS), runs.state(whole, STEPS))
 
     if moved.exists():
-        assert runs.train(moved, f"{flags} --mesh.data 4") == 0
+        assert runs.train(moved, f"{flags} --mesh.data 2") == 0
         assert fed.take() == finished
         for ours, theirs in zip(runs.figures(moved), runs.figures(whole), strict=True):
             assert ours["tokens"] == theirs["tokens"]
