@@ -417,7 +417,7 @@ def _too_few_rows(
         return (
             f"{batch_key(config)} and data.length {length}, so that an update has "
             f"{config.batch * length} places: the training text ({tokens} tokens) fills fewer: "
-            "give more text, or lower the batch"
+            "give more text, or lower the batch or data.length"
         )
     message = (
         f"{batch_key(config)} and the training text has only {rows} rows of data.length "

@@ -133,6 +133,8 @@ class _Run:
         self.eval_loss: float | None = None
         self.consecutive = 0
         """Updates skipped since the last good one."""
+        self.nothing_to_predict = False
+        """In the last update."""
         self.delayed = DelayedMetrics()
         self.fed: dict[int, Fed] = {}
         """Of the updates whose metrics are not fetched yet."""
@@ -239,6 +241,7 @@ class _Run:
         self.tokens += values["tokens"]
         self.consecutive = values["consecutive"]
         skipped = self.consecutive > 0
+        self.nothing_to_predict = values["tokens"] == 0
         per_second = values["tokens"] / fetched.seconds
         fed = self.fed.pop(fetched.step)
         self.account = self.account.add(fed.update)
@@ -281,7 +284,13 @@ class _Run:
         train.speeds = train.speeds.update(seconds, work.tolist(), now=step, start=start)
 
     def _fail(self, step: int) -> NoReturn:
-        """End a run whose gradients stay NaN or infinite."""
+        """End a run whose updates are skipped again and again."""
+        if self.nothing_to_predict:
+            raise TrainingError(
+                f"update {step} had no token to predict, and {self.consecutive - 1} before it were "
+                "skipped too: the first token of a document is not predicted, and most documents "
+                "have no other. Give longer ones, a larger batch, or use data.packing best_fit"
+            )
         optim = self.config.optim
         cause = f"lower optim.learning_rate ({optim.learning_rate:g})"
         if self.consecutive == step:
