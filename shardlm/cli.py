@@ -135,9 +135,16 @@ def bench(argv: Sequence[str]) -> int:
     """Measure the engine; a table and, as the last line, one JSON object."""
     options, _ = parse_options(BenchOptions, (), argv, "bench", _about(bench))
     from shardlm.bench.report import print_figures
-    from shardlm.bench.step import bench_step
 
-    print_figures(options.name, bench_step(options))
+    if options.name == "step":
+        from shardlm.bench.step import bench_step
+
+        figures = bench_step(options)
+    else:
+        from shardlm.bench.data import bench_data
+
+        figures = bench_data(options)
+    print_figures(options.name, figures)
     return 0
 
 

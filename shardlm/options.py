@@ -46,6 +46,13 @@ class PrepareOptions:
             raise ConfigError(f"workers is {self.workers}: it must be from 0 to 1024")
 
 
+BENCHES = {
+    "step": ("bytes", "micro_batches", "vocabulary_32k"),
+    "data": ("loader", "prepare", "balance", "waiting", "opening"),
+}
+"""The parts of each benchmark."""
+
+
 @dataclass(frozen=True)
 class DescribeOptions:
     """Whose data to describe, and where to."""
@@ -60,18 +67,27 @@ class DescribeOptions:
 class BenchOptions:
     """What to measure."""
 
-    name: Literal["step"]
-    """step: the update against one written by hand, on one device."""
+    name: Literal["step", "data"]
+    """step: the update against one written by hand, on one device; data: what feeds it."""
     rounds: int = 10
-    """Pairs timed, one after the other."""
+    """How often what is timed is repeated; what takes long, a third as often."""
     every: bool = False
-    """Choose among all 16 forms of the hand-written step, else among 5 (a quarter of the time)."""
-    only: Literal["all", "bytes", "micro_batches", "vocabulary_32k"] = "all"
-    """One workload of the table."""
+    """Of step: choose among all 16 forms of the hand-written step, else among 5 (a quarter of the
+    time)."""
+    only: str = "all"
+    """One part. Of step: bytes, micro_batches, vocabulary_32k; of data: loader, prepare, balance,
+    waiting, opening."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.rounds < 2**31:
             raise ConfigError(f"rounds is {self.rounds}: it must be at least 2, for quartiles")
+        parts = ("all", *BENCHES[self.name])
+        if self.only not in parts:
+            raise ConfigError(
+                f"only is {self.only!r}: with {self.name} it must be one of {', '.join(parts)}"
+            )
+        if self.every and self.name != "step":
+            raise ConfigError(f"every is of step, and {self.name} has no forms: leave it out")
 
 
 @dataclass(frozen=True)
