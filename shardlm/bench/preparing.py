@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +88,14 @@ def compare(
 
     with parallelism(workers > 1):
         # Once for each, so that both have seen every word; and to choose the best batch.
-        first = {batch: timed(lambda: alone(batch)) for batch in BATCHES}
+        first = {batch: timed(partial(alone, batch)) for batch in BATCHES}
         best = min(BATCHES, key=lambda batch: first[batch][0])
         ids = {timed(engine)[1], *(n for _, n in first.values())}
         if len(ids) != 1:
             raise RuntimeError(f"engine and library make {ids} ids of the same text")
         pairs = []
         for _ in range(rounds):
-            pairs.append((timed(engine)[0], timed(lambda: alone(best))[0]))
+            pairs.append((timed(engine)[0], timed(partial(alone, best))[0]))
     return {
         "ratio": statistics.median(b / a for a, b in pairs),
         "engine_seconds": statistics.median(a for a, _ in pairs),

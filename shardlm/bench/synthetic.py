@@ -1,7 +1,8 @@
 """Text that no machine has to download: documents with lengths as real corpora have them."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +32,11 @@ def random_texts(lengths: Int64[np.ndarray, "documents"], seed: int = 0) -> Iter
 
 def cut(text: str, lengths: Int64[np.ndarray, "documents"]) -> list[str]:
     """The text in pieces of so many characters, as far as it reaches."""
-    ends = np.cumsum(lengths)
-    ends = [*ends[ends < len(text)].tolist(), len(text)]
-    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    ends = [end for end in np.cumsum(lengths).tolist() if end < len(text)]
+    return [text[a:b] for a, b in pairwise([0, *ends, len(text)])]
 
 
-def write_rows(path: Path, texts: Sequence[str] | Iterator[str]) -> Path:
+def write_rows(path: Path, texts: Iterable[str]) -> Path:
     """A .jsonl with a row for each text."""
     with open(path, "w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)

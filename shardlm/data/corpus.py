@@ -12,7 +12,6 @@ from jaxtyping import Int32, Int64, UInt64
 from shardlm.data.errors import DataError
 from shardlm.data.store import BLOCK, Shard, Store, id_dtype
 
-
 _NONE = np.zeros(0, np.int32)
 
 
