@@ -87,7 +87,7 @@ class BenchOptions:
                 f"only is {self.only!r}: with {self.name} it must be one of {', '.join(parts)}"
             )
         if self.every and self.name != "step":
-            raise ConfigError(f"every is of step, and {self.name} has no forms: leave it out")
+            raise ConfigError(f"every is true: it is of step alone; leave it out with {self.name}")
 
 
 @dataclass(frozen=True)
