@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardlm.data import DataError
@@ -15,9 +15,10 @@ from shardlm.data.readers import Reading, parse, read_chunks
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1)
 
 
-def read(path, target_bytes=1 << 22, **reading):
-    chunks = list(read_chunks(list_inputs(str(path)), target_bytes))
-    parsed = [parse(chunk, Reading(**reading)) for chunk in chunks]
+def read(path, target_bytes=1 << 22, end=None, **reading):
+    how = Reading(**reading)
+    chunks = list(read_chunks(list_inputs(str(path)), how, end, target_bytes))
+    parsed = [parse(chunk, how) for chunk in chunks]
     return [d for part in parsed for d in part.documents], parsed
 
 
@@ -48,11 +49,13 @@ def test_rows_do_not_depend_on_where_chunks_are_cut(
     assert texts(path, target) == texts(path) == written
 
 
+@example(text="\ufeff")
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_a_file_is_its_text(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_bytes(text.encode())
-    assert texts(path) == [text.removeprefix("\ufeff")] * (text != "\ufeff")
+    (path.parent / "b.txt").write_text("b")
+    assert texts(path.parent) == [text.removeprefix("\ufeff")] * (text != "\ufeff") + ["b"]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
