@@ -1,6 +1,8 @@
 """Processes that tokenize."""
 
+import contextlib
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import queue
 import signal
@@ -37,20 +39,24 @@ class Workers:
         self._workers: list[_Worker] = []
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         # A process begins with the signals blocked that are blocked here. Ctrl-C and TERM, which a
-        # terminal or a supervisor sends to all, are for this process to answer.
+        # terminal or a supervisor sends to all, are for this process to answer. The tracker, which
+        # the first process brings with it, would let them through again.
+        multiprocessing.resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
             for _ in range(number):
                 here, there = context.Pipe()
-                arguments = there, reading, tokenizer.to_json()
-                process = context.Process(target=_serve, args=arguments, daemon=True)
+                # The tokenizer is sent by the pipe, from a thread: it may be large, and to start a
+                # process with more than it reads at once waits for ever if it dies.
+                process = context.Process(target=_serve, args=(there, reading), daemon=True)
                 process.start()
                 there.close()
                 self._workers.append(_Worker(process, here))
-                self._idle.put(self._workers[-1])
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._threads = ThreadPoolExecutor(number)
+        for worker in self._workers:
+            self._threads.submit(self._greet, worker, tokenizer.to_json())
 
     def submit(self, chunk: Chunk) -> Future[Tokenized]:
         """`tokenize` in one of the processes.
@@ -60,6 +66,12 @@ class Workers:
           WorkerLost: the process has ended.
         """
         return self._threads.submit(self._ask, chunk)
+
+    def _greet(self, worker: _Worker, tokenizer: str) -> None:
+        # That it has ended is for the one to say who asks it for something.
+        with contextlib.suppress(OSError):
+            worker.connection.send(tokenizer)
+        self._idle.put(worker)
 
     def _ask(self, chunk: Chunk) -> Tokenized:
         worker = self._idle.get()
@@ -97,16 +109,16 @@ def _lost(process: multiprocessing.process.BaseProcess) -> WorkerLost:
     )
 
 
-def _serve(connection: Connection, reading: Reading, tokenizer: str) -> None:
+def _serve(connection: Connection, reading: Reading) -> None:
     """The life of a process."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # Of this process: the workers are the threads.
-    made = from_json(tokenizer)
     answer: tuple | Exception
     try:
+        tokenizer = from_json(connection.recv())
         while True:
             chunk = connection.recv()
             try:
-                answer = tuple(tokenize(chunk, reading, made))
+                answer = tuple(tokenize(chunk, reading, tokenizer))
             except DataError as error:
                 answer = error
             except Exception:  # Of a type that may not be sendable.
