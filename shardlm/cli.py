@@ -62,11 +62,12 @@ def prepare(argv: Sequence[str]) -> int:
     validate(config)
     from shardlm import prepare as preparing
     from shardlm.data import Interrupted
+    from shardlm.observe import Progress
     from shardlm.train.signals import StopRequest
 
     with StopRequest(at_once=_interrupted) as stop:
         try:
-            store = preparing.prepare(options, config, lambda: stop.signal > 0)
+            store = preparing.prepare(options, config, lambda: stop.signal > 0, Progress)
         except Interrupted:
             print(
                 f"stopped by signal {stop.signal}; the shards that are finished are kept: the same "
@@ -213,6 +214,10 @@ def _status(error: Exception) -> int | None:
     if isinstance(error, OSError) and (
         error.filename or error.errno in (ENOSPC, EDQUOT, EFBIG, EIO)
     ):
+        return 1
+    from shardlm.data.workers import WorkerLost
+
+    if isinstance(error, WorkerLost):
         return 1
     # Here, since they load jax: when it is not loaded yet, none of them has been raised.
     if "jax" not in sys.modules:

@@ -6,19 +6,25 @@ from pathlib import Path
 from shardlm.config import Config, ConfigError
 from shardlm.data import Preparation, Store, Tokenizer, is_store, make_tokenizer
 from shardlm.data.inputs import list_inputs
-from shardlm.data.prepare import texts, workers_for
+from shardlm.data.prepare import digest, owned, texts, tokenizer_left, workers_for
 from shardlm.data.readers import Reading
+from shardlm.data.stopping import Display, quiet, unless_stopped
 from shardlm.data.subwords import train_bpe
 from shardlm.data.tokenizer import BytesTokenizer
 from shardlm.options import PrepareOptions
 
 
-def prepare(options: PrepareOptions, config: Config, stopped: Callable[[], bool]) -> Store:
+def prepare(
+    options: PrepareOptions,
+    config: Config,
+    stopped: Callable[[], bool],
+    display: Display = quiet,
+) -> Store:
     """Tokenize all of `data.sources` into one store.
 
     Raises:
       ConfigError: a source is tokenized already, or two tokenizers are asked for.
-      DataError, Interrupted, OSError: see `Preparation.into`.
+      DataError, Interrupted, WorkerLost, OSError: see `Preparation.into`.
     """
     data = config.data
     if stores := [source for source in data.sources if is_store(source)]:
@@ -26,23 +32,40 @@ def prepare(options: PrepareOptions, config: Config, stopped: Callable[[], bool]
             f"data.sources: {stores[0]} is a store, which is tokenized already: name text, or "
             "train from the store"
         )
-    train = options.tokenizer.train != "none"
-    if train and data.tokenizer is not None:
+    train, vocab = options.tokenizer.train, options.tokenizer.vocab
+    if train != "none" and data.tokenizer is not None:
         raise ConfigError(
-            f"tokenizer.train is {options.tokenizer.train} and data.tokenizer {data.tokenizer}: "
-            "leave one of them out"
+            f"tokenizer.train is {train} and data.tokenizer {data.tokenizer}: leave one of them out"
         )
     inputs = [found for source in data.sources for found in list_inputs(source)]
     reading = Reading(data.field, data.errors)
-    found = texts(inputs, reading)
-    tokenizer: Tokenizer
-    if train:
-        tokenizer = train_bpe(found, options.tokenizer.vocab)
-    else:
-        tokenizer = make_tokenizer(data.tokenizer or BytesTokenizer.name, found)
-    workers = workers_for(tokenizer, options.workers)
-    preparation = Preparation(inputs, reading, tokenizer, workers, stopped=stopped)
-    return preparation.into(Path(options.store))
+    total = sum(found.size for found in inputs)
+    path = Path(options.store)
+    tokenizer: Tokenizer | None
+    made_from = None
+    with owned(path, stopped=stopped):
+        if train == "none":
+            with display("reading the text", total) as progress:
+                found = texts(inputs, reading, progress, stopped)
+                tokenizer = make_tokenizer(data.tokenizer or BytesTokenizer.name, found)
+        else:
+            made_from = digest(inputs, reading, (train, str(vocab)), stopped)
+            tokenizer = tokenizer_left(path, made_from)
+            if tokenizer is None:
+                with display("training the tokenizer", total) as progress:
+                    found = texts(inputs, reading, progress, stopped)
+                    tokenizer = unless_stopped(lambda: train_bpe(found, vocab), stopped, progress)
+        workers = workers_for(tokenizer, options.workers)
+        with display("tokenizing", total) as progress:
+            return Preparation(
+                inputs,
+                reading,
+                tokenizer,
+                workers,
+                progress=progress,
+                stopped=stopped,
+                made_from=made_from,
+            ).within(path)
 
 
 def describe(store: Store) -> str:

@@ -8,7 +8,7 @@ import pytest
 
 from shardlm import cli
 from shardlm.config import Config, DataConfig, TrainConfig
-from shardlm.data import DataError, load_data, open_store
+from shardlm.data import DataError, is_store, load_data, open_store
 from shardlm.data.inputs import list_inputs
 from shardlm.data.prepare import Interrupted, Preparation
 from shardlm.data.readers import Reading
@@ -137,6 +137,74 @@ def test_the_command_trains_a_tokenizer_and_its_store_is_a_source(folder, tmp_pa
     corpora = [data.train.corpora[0], data.validation.corpus]
     found = [data.tokenizer.decode(c.document(i)) for c in corpora for i in range(c.documents)]
     assert sorted(found) == sorted(documents(folder))
+
+
+def test_ids_altered_in_a_large_store_are_refused_when_they_are_read(folder, tmp_path, monkeypatch):
+    """One that is too large to be checked whole when it is opened."""
+    monkeypatch.setattr("shardlm.data.store.CHECKED_AT_ONCE", 0)
+    preparation(folder).into(tmp_path / "store")
+    file = tmp_path / "store" / "00001.tokens"
+    whole = file.read_bytes()
+    # 511 is outside the vocabulary.
+    file.write_bytes(whole[:200] + b"\xff\x01" + whole[202:])
+    config = Config(
+        data=DataConfig(sources=(str(tmp_path / "store"),), length=16, validation=0.0),
+        train=TrainConfig(batch=1),
+    )
+    corpus = load_data(config).train.corpora[0]
+    message = r"00001\.tokens was altered after it was written: its bytes from 0 on"
+    with pytest.raises(DataError, match=message):
+        [corpus.document(i) for i in range(corpus.documents)]
+
+
+@pytest.mark.parametrize(
+    "files, flags, parts",
+    [
+        ({"a.jsonl": '{"text": "x"}\n{"text": \n'}, [], ["a.jsonl:2 is not JSON"]),
+        ({"a.jsonl": '{"body": "x"}\n'}, [], ["a.jsonl:1 has no field 'text' (it has body)"]),
+        ({"a.jsonl": '{"text": ""}\n\n{"text": ""}\n', "b.txt": ""}, [], ["is empty", "3 empty"]),
+        ({"a.txt": b"ab\xff"}, [], ["a.txt is not UTF-8: byte 0xff at offset 2", "iconv"]),
+        ({"a.txt": b"ab\xff"}, ["--data.errors", "skip"], ["0 empty, 1 skipped", "give some text"]),
+        ({"a.npy": np.array([1, 2, 300])}, [], ["a.npy: id 300 at place 2", "data.tokenizer"]),
+        ({"a.txt": ""}, [], ["every file of", "is empty: put text in one"]),
+        ({}, [], ["has no text file"]),
+    ],
+)
+def test_what_cannot_be_used_is_one_message_and_status_2(files, flags, parts, tmp_path, capsys):
+    """And leaves nothing that is in the way of the same command with the text corrected."""
+    folder, store = tmp_path / "texts", tmp_path / "store"
+    folder.mkdir()
+    for name, content in files.items():
+        if isinstance(content, np.ndarray):
+            np.save(folder / name, content)
+        else:
+            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    arguments = [str(store), "--data.sources", str(folder), *flags]
+    assert cli.run(cli.prepare, arguments) == 2
+    output, error = capsys.readouterr()
+    assert (output, error.count("\n")) == ("", 1)
+    for part in ["error: data.sources: ", *parts]:
+        assert part in error
+    assert not is_store(store)
+    for path in folder.iterdir():
+        path.unlink()
+    (folder / "good.txt").write_text("good")
+    assert cli.run(cli.prepare, arguments) == 0
+    assert open_store(store).manifest["tokens"] == 5
+
+
+def test_a_line_of_20_megabytes(tmp_path):
+    """As a row and as a file."""
+    text = "a😀 bc" * 2_500_000
+    (tmp_path / "row.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+    (tmp_path / "text.txt").write_text(text)
+    inputs = list_inputs(str(tmp_path))
+    store = Preparation(inputs, Reading(), BytesTokenizer()).into(tmp_path / "store")
+    assert store.lengths.tolist() == [20_000_001] * 2
+    assert store.hashes[0] == store.hashes[1]
+    ids = np.concatenate([shard.ids for shard in store.shards])
+    assert bytes(ids[:20_000_000].astype(np.uint8)) == text.encode()
+    assert np.array_equal(ids[:20_000_001], ids[20_000_001:])
 
 
 def test_two_at_once(folder, tmp_path):

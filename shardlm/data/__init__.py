@@ -19,9 +19,10 @@ from shardlm.data.corpus import Corpus, split
 from shardlm.data.errors import DataError
 from shardlm.data.inputs import list_inputs
 from shardlm.data.loader import Loader, Share, Summary, Update, ValidationLoader
-from shardlm.data.prepare import Interrupted, Preparation, texts, workers_for
+from shardlm.data.prepare import Preparation, texts, workers_for
 from shardlm.data.readers import Reading
 from shardlm.data.rows import Batch
+from shardlm.data.stopping import Display, Interrupted, quiet
 from shardlm.data.store import Store, is_store, open_store
 from shardlm.data.tokenizer import BytesTokenizer, Tokenizer, from_json, make_tokenizer
 
@@ -71,19 +72,23 @@ class Data:
         )
 
 
-def load_data(config: Config, stopped: Callable[[], bool] = lambda: False) -> Data:
+def load_data(
+    config: Config, stopped: Callable[[], bool] = lambda: False, display: Display = quiet
+) -> Data:
     """Open, or tokenize into stores, what `config.data` names, and split it.
 
     Args:
       stopped: asked now and then while text is tokenized: whether to stop.
+      display: shows how far that is.
 
     Raises:
       DataError: sources that cannot be used, too little text for the batch or the split, or a
         `model.vocab` below what the tokenizer needs.
       Interrupted: `stopped`.
+      WorkerLost, OSError: see `Preparation.into`.
     """
     data = config.data
-    stores = open_sources(config, stopped)
+    stores = open_sources(config, stopped, display)
     tokenizer = stores[0].tokenizer
     if tokenizer.vocab_size < 2:
         raise DataError(
@@ -110,7 +115,9 @@ def load_data(config: Config, stopped: Callable[[], bool] = lambda: False) -> Da
     )
 
 
-def open_sources(config: Config, stopped: Callable[[], bool] = lambda: False) -> list[Store]:
+def open_sources(
+    config: Config, stopped: Callable[[], bool] = lambda: False, display: Display = quiet
+) -> list[Store]:
     """A store for each source: the source itself if it is one, else its text tokenized into one,
     once, in `data.cache`."""
     data = config.data
@@ -121,7 +128,9 @@ def open_sources(config: Config, stopped: Callable[[], bool] = lambda: False) ->
     if tokenizer is None:
         assert data.tokenizer is not None
         everything = [i for inputs in listed.values() for i in inputs]
-        tokenizer = make_tokenizer(data.tokenizer, texts(everything, reading))
+        with display("reading the text", sum(found.size for found in everything)) as progress:
+            found = texts(everything, reading, progress, stopped)
+            tokenizer = make_tokenizer(data.tokenizer, found)
     for path, store in given.items():
         if store.tokenizer.fingerprint() != tokenizer.fingerprint():
             raise DataError(
@@ -138,8 +147,12 @@ def open_sources(config: Config, stopped: Callable[[], bool] = lambda: False) ->
         if source in given:
             stores.append(given[source])
             continue
-        preparation = Preparation(listed[source], reading, tokenizer, workers, stopped=stopped)
-        stores.append(preparation.into(cache / preparation.key, wait=True))
+        inputs = listed[source]
+        with display(f"tokenizing {source}", sum(found.size for found in inputs)) as progress:
+            preparation = Preparation(
+                inputs, reading, tokenizer, workers, progress=progress, stopped=stopped
+            )
+            stores.append(preparation.into(cache / preparation.key, wait=True))
     return stores
 
 

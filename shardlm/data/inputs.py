@@ -19,6 +19,7 @@ The suffix says what a file is: structured rows, parquet, token ids, and text wh
 twice is read once.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -87,6 +88,7 @@ class Input:
         """Whether fsspec opens it."""
         return is_url(self.path)
 
+    @functools.cached_property
     def content(self) -> str:
         """Hexadecimal digest that changes with what is stored.
 

@@ -2,8 +2,9 @@
 order that depends on the inputs only, and `parse` makes documents of one, in any process.
 
 A text file is one document, however large. Structured rows (.jsonl, .parquet, datasets) are a
-document each, the text in one field. Arrays (.npy) are ids already: of two dims a document a row,
-of one dim a stream.
+document each, the text in one field: the one of that very name, or, where there is none and the
+name has dots, a nested one. Arrays (.npy) are ids already: of two dims a document a row, of one dim
+a stream, in which an id ends each document.
 """
 
 import contextlib
@@ -20,9 +21,12 @@ import numpy as np
 from shardlm.data.errors import DataError
 from shardlm.data.inputs import BOM, Input
 from shardlm.data.opening import from_hub, is_url, opened, reported, require
+from shardlm.data.tables import columns
 
 TARGET_BYTES = 1 << 22
 """Of a chunk; one line or file may be larger."""
+_LOOK_AHEAD = 1 << 20
+"""Ids of a stream that are searched at once for an end."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,15 @@ class Reading:
 class Document:
     """One text, or its ids where it is tokenized already.
 
-    `name` is the file's name below its source; of rows, with the number of the line or row from 1.
-    `stream`: the ids are of several documents, each with its end.
+    `name` is what opens the file; of rows, with the number of the line or row from 1. `stream`: the
+    ids are of several documents, each with its end; they begin at place `first` of the file.
     """
 
     name: str
     text: str | None = None
     ids: np.ndarray | None = None
     stream: bool = False
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,11 @@ class Chunk:
     stored_bytes: int
     """Its share of the inputs' sizes."""
     first: int = 0
-    """Number, from 1, of its first line or row; of parquet, of the row group."""
+    """Number, from 1, of its first line or row; of arrays, from 0, of its first row or id."""
     data: Any = None
-    """Lines (bytes), or rows of a streamed dataset (a list)."""
+    """Lines (bytes), or what a list of rows has in the field."""
     stop: int = 0
-    """Number of the row after its last one."""
+    """Of arrays: number of the row or id after its last one."""
 
 
 @dataclass
@@ -76,11 +81,20 @@ class Parsed:
     """With U+FFFD for what was not UTF-8."""
 
 
-def read_chunks(inputs: Sequence[Input], target_bytes: int = TARGET_BYTES) -> Iterator[Chunk]:
+def read_chunks(
+    inputs: Sequence[Input],
+    reading: Reading,
+    end: int | None = None,
+    target_bytes: int = TARGET_BYTES,
+) -> Iterator[Chunk]:
     """The inputs, cut into chunks.
 
+    Args:
+      end: the id that ends a document in a stream of ids.
+
     Raises:
-      DataError: one cannot be opened or decompressed.
+      DataError: one cannot be opened or decompressed, or is a table without the field or with
+        something else than text in it.
     """
     files: list[Input] = []
     for found in inputs:
@@ -93,7 +107,15 @@ def read_chunks(inputs: Sequence[Input], target_bytes: int = TARGET_BYTES) -> It
         if files:
             yield _whole(files)
             files = []
-        yield from _CUT[found.kind](found, target_bytes)
+        if found.kind == "rows":
+            yield from _cut_lines(found, target_bytes)
+        elif found.kind == "array":
+            yield from _cut_array(found, end, target_bytes)
+        elif found.kind == "hub":
+            yield from _cut_hub(found, reading)
+        else:
+            for first, share, values in columns(found, reading.field, target_bytes):
+                yield Chunk((found,), share, first, values)
     if files:
         yield _whole(files)
 
@@ -122,52 +144,42 @@ def _cut_lines(found: Input, target_bytes: int) -> Iterator[Chunk]:
             yield Chunk((found,), position() - at, first, last)
 
 
-def _cut_groups(found: Input, target_bytes: int) -> Iterator[Chunk]:
-    parquet = require("pyarrow.parquet", "parquet", found.path)
-    with opened(found.path) as file, reported(found.path, "write the file again"):
-        groups = parquet.ParquetFile(file).num_row_groups
-    for group in range(groups):
-        yield Chunk((found,), found.size // groups, group)
-
-
-def _cut_array(found: Input, target_bytes: int) -> Iterator[Chunk]:
+def _cut_array(found: Input, end: int | None, target_bytes: int) -> Iterator[Chunk]:
     array = _array(found)
-    rows = len(array) if array.ndim == 2 else 1
-    each = max(1, target_bytes // max(array.nbytes // max(rows, 1), 1))
-    for start in range(0, rows, each):
-        stop = min(start + each, rows)
-        yield Chunk((found,), found.size * (stop - start) // rows, start, stop=stop)
+    start, size = 0, len(array)
+    each = max(1, target_bytes * size // max(array.nbytes, 1))
+    while start < size:
+        stop = min(start + each, size)
+        if array.ndim == 1:
+            stop = _after_end(array, end, stop)
+        share = found.size * stop // size - found.size * start // size
+        yield Chunk((found,), share, start, stop=stop)
+        start = stop
 
 
-def _cut_dataset(found: Input, target_bytes: int) -> Iterator[Chunk]:
-    rows = len(_dataset(found))
-    each = max(1, rows * target_bytes // max(found.size, 1))
-    for start in range(0, rows, each):
-        stop = min(start + each, rows)
-        yield Chunk((found,), found.size * (stop - start) // rows, start, stop=stop)
+def _after_end(array: np.ndarray, end: int | None, place: int) -> int:
+    """The first place from `place` on in front of which a document ends."""
+    if end is None:
+        return len(array)
+    for at in range(place - 1, len(array), _LOOK_AHEAD):
+        ends = np.flatnonzero(array[at : at + _LOOK_AHEAD] == end)
+        if ends.size:
+            return at + int(ends[0]) + 1
+    return len(array)
 
 
-def _cut_hub(found: Input, target_bytes: int) -> Iterator[Chunk]:
+def _cut_hub(found: Input, reading: Reading) -> Iterator[Chunk]:
     split = found.path.rpartition(":")[2]
-    stream = iter(from_hub(found.path, "load_dataset", split=split, streaming=True))
-    first, rows = 0, []
+    stream = from_hub(found.path, "load_dataset", split=split, streaming=True)
+    first, values = 1, []
     with reported(found.path, "try again when the network is there"):
-        for row in stream:
-            rows.append(row)
-            if len(rows) == 1024:
-                yield Chunk((found,), 0, first, rows)
-                first, rows = first + len(rows), []
-        if rows:
-            yield Chunk((found,), 0, first, rows)
-
-
-_CUT = {
-    "rows": _cut_lines,
-    "parquet": _cut_groups,
-    "array": _cut_array,
-    "dataset": _cut_dataset,
-    "hub": _cut_hub,
-}
+        for number, row in enumerate(stream, start=1):
+            values.append(_field(row, reading.field, f"{found.path}:{number}"))
+            if len(values) == 1024:
+                yield Chunk((found,), 0, first, values)
+                first, values = number + 1, []
+    if values:
+        yield Chunk((found,), 0, first, values)
 
 
 def parse(chunk: Chunk, reading: Reading) -> Parsed:
@@ -181,7 +193,9 @@ def parse(chunk: Chunk, reading: Reading) -> Parsed:
     parsed = Parsed([])
     for name, found in _raw(chunk, reading, parsed):
         if isinstance(found, np.ndarray):
-            parsed.documents.append(Document(name, ids=found.reshape(-1), stream=found.ndim == 1))
+            stream = found.ndim == 1
+            first = chunk.first if stream else 0
+            parsed.documents.append(Document(name, None, found.reshape(-1), stream, first))
             continue
         text = _decode(found, name, reading, parsed)
         if text:
@@ -206,22 +220,22 @@ def _raw(
     elif found.kind == "array":
         array = _array(found)
         if array.ndim == 1:
-            yield found.path, np.asarray(array)
+            yield found.path, np.asarray(array[chunk.first : chunk.stop])
         else:
             for row in range(chunk.first, chunk.stop):
                 yield f"{found.path}:{row + 1}", np.asarray(array[row : row + 1])
     else:
-        first, rows = _table(chunk, found)
-        for number, row in enumerate(rows, start=first + 1):
+        for number, value in enumerate(chunk.data, start=chunk.first):
             name = f"{found.path}:{number}"
-            yield name, _field(row, reading.field, name)
+            yield name, _text(value, reading.field, name)
 
 
 def _json_lines(
     chunk: Chunk, found: Input, reading: Reading, parsed: Parsed
 ) -> Iterator[tuple[str, bytes | str]]:
-    data = chunk.data.removeprefix(BOM) if chunk.first == 1 else chunk.data
-    for number, line in enumerate(data.split(b"\n"), start=chunk.first):
+    for number, line in enumerate(chunk.data.split(b"\n"), start=chunk.first):
+        # Also where files that begin with the mark were put one after the other.
+        line = line.removeprefix(BOM)
         if not line.strip():
             continue
         name = f"{found.path}:{number}"
@@ -240,7 +254,7 @@ def _json_lines(
             raise _bad_line(name, error) from None
         except RecursionError:
             raise _bad_line(name, "it is nested too deeply") from None
-        yield name, _field(row, reading.field, name)
+        yield name, _text(_field(row, reading.field, name), reading.field, name)
 
 
 def _replaced_row(line: bytes, name: str) -> Any:
@@ -254,48 +268,39 @@ def _bad_line(name: str, why: object) -> DataError:
     return DataError(f"data.sources: {name} is not JSON ({why}): correct the line, or remove it")
 
 
-def _field(row: Any, field: str, name: str) -> str:
+def _field(row: Any, field: str, name: str) -> Any:
+    """What a row has in the field."""
     value = row
-    for part in field.split("."):
+    for part in [field] if isinstance(row, dict) and field in row else field.split("."):
+        if value is None:
+            return None
         if not isinstance(value, dict):
             raise DataError(
                 f"data.sources: {name} has {type(value).__name__} where a JSON object with the "
                 f"field {part!r} belongs: set data.field to the field with the text"
             )
-        if value.get(part) is None:
+        if part not in value:
             there = ", ".join(map(str, value)) or "none"
             raise DataError(
                 f"data.sources: {name} has no field {part!r} (it has {there}): set data.field to "
                 "the field with the text"
             )
         value = value[part]
-    if not isinstance(value, str):
+    return value
+
+
+def _text(value: Any, field: str, name: str) -> bytes | str:
+    if value is None:
+        raise DataError(
+            f"data.sources: {name} has null in the field {field!r}, where text belongs: remove the "
+            "row, or give it an empty text"
+        )
+    if not isinstance(value, bytes | str):
         raise DataError(
             f"data.sources: {name} has {type(value).__name__} in the field {field!r}, where text "
             "belongs: set data.field to the field with the text"
         )
     return value
-
-
-def _table(chunk: Chunk, found: Input) -> tuple[int, Sequence[Any]]:
-    """Number before the first row, and the rows of a chunk."""
-    if found.kind == "hub":
-        return chunk.first, chunk.data
-    if found.kind == "dataset":
-        part = _dataset(found).select(range(chunk.first, chunk.stop))
-        with reported(found.path, "save the dataset again"):
-            return chunk.first, part.to_list()
-    parquet = require("pyarrow.parquet", "parquet", found.path)
-    with opened(found.path) as file, reported(found.path, "write the file again"):
-        table = parquet.ParquetFile(file)
-        groups = [table.metadata.row_group(i).num_rows for i in range(chunk.first)]
-        return sum(groups), table.read_row_group(chunk.first).to_pylist()
-
-
-def _dataset(found: Input) -> Any:
-    datasets = require("datasets", "hf", found.path)
-    with reported(found.path, "save the dataset again"):
-        return datasets.load_from_disk(found.path)
 
 
 def _array(found: Input) -> np.ndarray:

@@ -14,6 +14,7 @@ from shardlm.observe.metrics import (
     update_record,
 )
 from shardlm.observe.plot import plot_loss
+from shardlm.observe.progress import Progress
 from shardlm.observe.rundir import RunDirectory, RunDirectoryError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Fetched",
     "MetricsError",
     "MetricsWriter",
+    "Progress",
     "RunDirectory",
     "RunDirectoryError",
     "memory_limit",

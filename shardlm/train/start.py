@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shardlm.config import Config
 from shardlm.data import Data, load_data
-from shardlm.observe import RunDirectory
+from shardlm.observe import Progress, RunDirectory
 from shardlm.train.prompts import encode_prompts
 from shardlm.validation import validate
 
@@ -37,7 +37,7 @@ def begin(config: Config, stopped: Callable[[], bool]) -> Iterator[Start]:
     validate(config)
     with RunDirectory.open(config.run.dir, config.run.fresh) as directory:
         before = directory.read_config()
-        data = load_data(config, stopped)
+        data = load_data(config, stopped, Progress)
         if config.eval.sample_tokens:
             # Now, rather than after the last update. One token: `sample_tokens` is an upper bound.
             encode_prompts(config, data.tokenizer, [config.eval.prompt], 1, "eval.prompt")

@@ -23,7 +23,7 @@ def names(source):
 
 
 def texts(source):
-    chunks = read_chunks(list_inputs(source))
+    chunks = read_chunks(list_inputs(source), Reading())
     return [document.text for chunk in chunks for document in parse(chunk, Reading()).documents]
 
 

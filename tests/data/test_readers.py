@@ -5,19 +5,22 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardlm.data import DataError
 from shardlm.data.inputs import list_inputs
 from shardlm.data.readers import Reading, parse, read_chunks
+from shardlm.data.tokenizer import BytesTokenizer
+from shardlm.data.tokenizing import tokenize
 
 TEXTS = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1)
 
 
-def read(path, target_bytes=1 << 22, **reading):
-    chunks = list(read_chunks(list_inputs(str(path)), target_bytes))
-    parsed = [parse(chunk, Reading(**reading)) for chunk in chunks]
+def read(path, target_bytes=1 << 22, end=None, **reading):
+    how = Reading(**reading)
+    chunks = list(read_chunks(list_inputs(str(path)), how, end, target_bytes))
+    parsed = [parse(chunk, how) for chunk in chunks]
     return [d for part in parsed for d in part.documents], parsed
 
 
@@ -48,11 +51,13 @@ def test_rows_do_not_depend_on_where_chunks_are_cut(
     assert texts(path, target) == texts(path) == written
 
 
+@example(text="\ufeff")
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_a_file_is_its_text(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("text") / "a.txt"
     path.write_bytes(text.encode())
-    assert texts(path) == [text.removeprefix("\ufeff")] * (text != "\ufeff")
+    (path.parent / "b.txt").write_text("b")
+    assert texts(path.parent) == [text.removeprefix("\ufeff")] * (text != "\ufeff") + ["b"]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
@@ -77,6 +82,7 @@ def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path, kind, suffix):
         ("[1]", ["rows.jsonl:2 has list where a JSON object"]),
         ('{"body": "x", "id": 1}', ["rows.jsonl:2 has no field 'text' (it has body, id)"]),
         ('{"text": 3}', ["rows.jsonl:2 has int in the field 'text'"]),
+        ('{"text": null}', ["rows.jsonl:2 has null in the field 'text'", "remove the row"]),
         ("[" * 100_000, ["rows.jsonl:2 is not JSON"]),
     ],
 )
@@ -91,9 +97,24 @@ def test_a_bad_row_is_named(tmp_path, line, parts):
 
 
 def test_the_field_may_be_nested(tmp_path):
+    """But one that has the dotted name itself is taken first."""
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"message": {"content": "x"}}\n')
-    assert texts(path, field="message.content") == ["x"]
+    nested = {"message": {"content": "x"}}
+    path.write_text(f"{json.dumps(nested)}\n{json.dumps(nested | {'message.content': 'y'})}\n")
+    assert texts(path, field="message.content") == ["x", "y"]
+    path.write_text('{"message": null}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:1 has null in the field 'message\.content'"):
+        texts(path, field="message.content")
+
+
+@pytest.mark.parametrize("target", [1, 30, 1 << 22])
+def test_empty_lines_and_byte_order_marks_are_no_rows(tmp_path, target):
+    """A mark at the start, and where files were put one after the other; lines are counted."""
+    mark, path = b"\xef\xbb\xbf", tmp_path / "rows.jsonl"
+    row = mark + b'{"text": "x"}\n'
+    path.write_bytes(row + b"\n \t\r\n" + mark + b"\n" + row + row)
+    found, _ = read(path, target)
+    assert [(d.text, d.name) for d in found] == [("x", f"{path}:{n}") for n in (1, 5, 6)]
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -120,19 +141,6 @@ def test_half_a_pair_of_surrogates_is_not_utf8(tmp_path):
     assert texts(path, errors="replace") == ["a\ufffd"]
 
 
-@pytest.mark.parametrize("target", [1, 100, 1 << 22])
-def test_parquet_and_saved_datasets(tmp_path, target):
-    pyarrow = pytest.importorskip("pyarrow", reason="pip install 'shardlm[parquet]'")
-    parquet = pytest.importorskip("pyarrow.parquet", reason="pip install 'shardlm[parquet]'")
-    datasets = pytest.importorskip("datasets", reason="pip install 'shardlm[hf]'")
-    written = [f"row {i} \U0001f600" for i in range(50)]
-    table = pyarrow.table({"text": written, "n": list(range(50))})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=7)
-    assert texts(tmp_path / "a.parquet", target) == written
-    datasets.Dataset.from_dict({"text": written}).save_to_disk(tmp_path / "saved")
-    assert texts(tmp_path / "saved", target) == written
-
-
 def test_arrays_are_ids(tmp_path):
     stream, rows = np.arange(10, dtype=np.uint16), np.arange(12).reshape(4, 3)
     np.save(tmp_path / "stream.npy", stream)
@@ -146,3 +154,44 @@ def test_arrays_are_ids(tmp_path):
     np.save(tmp_path / "bad.npy", np.zeros((2, 2, 2)))
     with pytest.raises(DataError, match=r"bad\.npy is an array of float64 with 3 dims"):
         read(tmp_path / "bad.npy")
+
+
+@given(
+    ids=st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    target=st.integers(1, 200),
+    width=st.sampled_from(["u1", "<u2", ">i8"]),
+)
+def test_a_stream_is_cut_behind_ends_only(tmp_path_factory, ids, target, width):
+    """Into as many pieces as the amount asks for; without an end that is known, into one."""
+    path = tmp_path_factory.mktemp("stream") / "stream.npy"
+    array = np.array(ids, width)
+    np.save(path, array)
+    found, _ = read(path, target, end=0)
+    assert np.concatenate([d.ids for d in found]).tolist() == ids
+    assert [d.first for d in found] == np.cumsum([0, *(len(d.ids) for d in found)])[:-1].tolist()
+    each = max(1, target // array.itemsize)
+    for piece in found[:-1]:
+        assert piece.ids[-1] == 0
+        assert not (piece.ids[each - 1 : -1] == 0).any()
+    (whole,), _ = read(path, target)
+    assert whole.ids.tolist() == ids
+
+
+def test_the_place_of_an_id_outside_the_vocabulary(tmp_path):
+    """In a stream its place in the file, in rows the row and the place in it."""
+    stream = np.zeros(1000, np.int32)
+    stream[::10] = 256  # The end of a document.
+    stream[777] = 257
+    np.save(tmp_path / "stream.npy", stream)
+    rows = np.zeros((20, 7), np.int16)
+    rows[13, 4] = -1
+    np.save(tmp_path / "rows.npy", rows)
+    places = {"stream.npy": ": id 257 at place 777 ", "rows.npy": ":14: id -1 at place 4 "}
+    for name, place in places.items():
+        for target in (1, 100, 1 << 22):
+            chunks = read_chunks(list_inputs(str(tmp_path / name)), Reading(), 256, target)
+            made = (tokenize(chunk, Reading(), BytesTokenizer()) for chunk in chunks)
+            with pytest.raises(DataError) as error:
+                list(made)
+            said = f"{name}{place}is outside the vocabulary of 257 ids: set data.tokenizer to"
+            assert said in str(error.value)
