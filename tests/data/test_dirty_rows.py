@@ -12,7 +12,7 @@ SMILE = "\U0001f600"
 
 
 def texts(path):
-    chunks = read_chunks(list_inputs(str(path)))
+    chunks = read_chunks(list_inputs(str(path)), Reading())
     return [d.text for chunk in chunks for d in parse(chunk, Reading()).documents]
 
 
