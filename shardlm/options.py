@@ -37,7 +37,7 @@ class PrepareOptions:
     store: str
     """Directory of the store; the same command goes on where it was interrupted."""
     workers: int = 0
-    """Processes that tokenize; 0: one for each core."""
+    """Processes that tokenize; 0: one for each core. Bytes and characters need only one."""
     tokenizer: TokenizerOptions = TokenizerOptions()
     """A tokenizer made from the text."""
 

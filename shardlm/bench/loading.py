@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from shardlm.config import Config, DataConfig, ModelConfig, TrainConfig
 from shardlm.data import Corpus, Loader, Preparation, Store
 from shardlm.data.balance import WorkModel, imbalance
 from shardlm.data.inputs import list_inputs
+from shardlm.data.loader import Shape
 from shardlm.data.readers import Reading
 from shardlm.data.tokenizer import BytesTokenizer
 
@@ -25,22 +25,7 @@ MODEL = ModelConfig(layers=12, embed=768, heads=12, mlp=3072, vocab=32_768)
 """What rows cost: at 4,096 tokens attention is a third of it."""
 
 
-@dataclass(frozen=True)
-class Update:
-    """The size of an update."""
-
-    length: int
-    rows: int
-
-    def __str__(self) -> str:
-        return f"{self.rows} rows of {self.length:,}"
-
-    @property
-    def places(self) -> int:
-        return self.length * self.rows
-
-
-UPDATES = (Update(4096, 16), Update(1024, 64), Update(128, 512), Update(128, 16))
+UPDATES = (Shape(4096, 16), Shape(1024, 64), Shape(128, 512), Shape(128, 16))
 DOCUMENTS = 50_000
 """Of the store: some 30 million ids."""
 
@@ -52,7 +37,7 @@ def synthetic_store(directory: Path, documents: int) -> Store:
     return preparation.into(directory / "letters")
 
 
-def loader_of(corpus: Corpus, update: Update, **data: Any) -> Loader:
+def loader_of(corpus: Corpus, update: Shape, **data: Any) -> Loader:
     """A loader for `WAYS` devices, the update in one micro-batch."""
     config = Config(
         data=DataConfig(length=update.length, **data), train=TrainConfig(batch=update.rows)
@@ -79,7 +64,7 @@ def loading(directory: Path, rounds: int, say: Say, seconds: float = 0.05) -> di
     return figures
 
 
-def rates(loader: Loader, update: Update, rounds: int, seconds: float) -> dict[str, float]:
+def rates(loader: Loader, update: Shape, rounds: int, seconds: float) -> dict[str, float]:
     """Tokens a second of each way to get updates."""
     tokens = update.places * (1 - loader.padding)
     updates = loader.iterate()
@@ -98,7 +83,7 @@ def rates(loader: Loader, update: Update, rounds: int, seconds: float) -> dict[s
             for _ in range(rounds):
                 found[name].append(_calls_per_second(make, seconds) * tokens)
     finally:
-        updates.close()  # type: ignore[attr-defined]
+        updates.close()
     return {f"{name}_tokens_per_second": statistics.median(r) for name, r in found.items()}
 
 
@@ -120,7 +105,7 @@ def balancing(
     )
     figures: dict[str, Any] = {"max_over_mean": {}, "padding": {}}
     table = Table(("update", "balance", "most over mean work", "worst"))
-    for update in (Update(4096, n) for n in rows):
+    for update in (Shape(4096, n) for n in rows):
         for balance in ("none", "tokens", "work"):
             loader = loader_of(corpus, update, packing="best_fit", balance=balance)
             found = [imbalance(loader.at(step).work) for step in range(updates)]
@@ -130,7 +115,7 @@ def balancing(
     say(str(table))
     table = Table(("packing", "padding"))
     for packing in (*PACKINGS, "none"):
-        padding = loader_of(corpus, Update(4096, max(rows)), packing=packing).padding
+        padding = loader_of(corpus, Shape(4096, max(rows)), packing=packing).padding
         figures["padding"][packing] = padding
         table.add(packing, f"{padding:.2%}")
     say(str(table))

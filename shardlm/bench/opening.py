@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from shardlm.bench.loading import Update, loader_of
+from shardlm.bench.loading import loader_of
 from shardlm.bench.report import Say, Table
 from shardlm.bench.synthetic import document_lengths
 from shardlm.data import Corpus, open_store
+from shardlm.data.loader import Shape
 from shardlm.data.store import BLOCK, MANIFEST, TOKENIZER, ShardInfo, id_dtype, manifest_of
 from shardlm.data.tokenizer import BytesTokenizer
 from shardlm.files import replace_text
@@ -80,7 +81,7 @@ def measure(path: Path, step: int) -> dict[str, Any]:
     store = open_store(path)
     took("open")
     (corpus,) = Corpus.of_stores([store], ["sparse"])
-    loader = loader_of(corpus, Update(4096, 16))
+    loader = loader_of(corpus, Shape(4096, 16))
     took("rows")
     loader.at(step)
     took("seek")

@@ -1,12 +1,12 @@
 """How long a training run waits for its data."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from shardlm.bench.report import Say, Table
+from shardlm.observe import read_metrics
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "scripts/train.py", "--config", "configs/quickstart.yaml")
@@ -43,8 +43,7 @@ def waiting(directory: Path, updates: int, say: Say) -> dict[str, Any]:
 
 def share_of(metrics: Path) -> dict[str, Any]:
     """Seconds of a run's updates after the first, and those of them that were spent waiting."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    updates = [line for line in lines if line.get("step", 0) > 1 and "data_seconds" in line]
+    updates = [r for r in read_metrics(metrics) if r["step"] > 1 and "data_seconds" in r]
     seconds = sum(line["seconds"] for line in updates)
     waited = sum(line["data_seconds"] for line in updates)
     return {

@@ -7,6 +7,7 @@ the same set of rows: only the order of summation changes.
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from heapq import heapify, heappop, heapreplace
@@ -23,6 +24,8 @@ SWAPS_A_DEVICE = 16
 """Bound of the swaps."""
 AVERAGE = 0.05
 """Weight of the newest update in the measured speeds: they remember about 20 updates."""
+FASTEST = 2.0
+"""Bound of a device's speed over the median of all."""
 HYSTERESIS = 0.03
 """Relative change of a measured speed from which on it is taken up."""
 
@@ -247,16 +250,18 @@ class Speeds:
         return cls((1.0,) * ways, ((0, (1.0,) * ways),))
 
     def at(self, step: int) -> tuple[float, ...]:
-        """The speeds by which an update is dealt."""
-        return next(speeds for start, speeds in reversed(self.decisions) if start <= step)
+        """The speeds by which an update is dealt: `now` of the last `update`, or a later one."""
+        found = [speeds for start, speeds in self.decisions if start <= step]
+        assert found, (step, self.decisions)
+        return found[-1]
 
     def update(
         self, seconds: Sequence[float], work: Sequence[float], now: int, start: int
     ) -> "Speeds":
         """The speeds after one more update.
 
-        It is work over time that is averaged: a device that stalls once loses at most `AVERAGE` of
-        its speed, however long it stalls.
+        It is work over time that is averaged, and at most `FASTEST` times what is usual for the
+        devices: one odd measurement changes a speed by some `AVERAGE`, whichever way it is off.
 
         Args:
           seconds: that each device computed, without waiting for the others.
@@ -274,10 +279,13 @@ class Speeds:
                     "positive, finite numbers; leave out the update that was not measured whole"
                 )
         rates = [w / s for w, s in zip(work, seconds, strict=True)]
-        mean = math.fsum(rates) / len(rates)
-        measured = tuple(
-            m + AVERAGE * (r / mean - m) for m, r in zip(self.measured, rates, strict=True)
-        )
+        usual = statistics.median(rates)
+        averages = [
+            m + AVERAGE * (min(r / usual, FASTEST) - m)
+            for m, r in zip(self.measured, rates, strict=True)
+        ]
+        mean = math.fsum(averages) / len(averages)
+        measured = tuple(average / mean for average in averages)
         last = self.decisions[-1][1]
         decisions = self.decisions
         if max(abs(m / s - 1) for m, s in zip(measured, last, strict=True)) > HYSTERESIS:

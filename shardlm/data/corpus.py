@@ -20,6 +20,7 @@ class Tokens:
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = list(shards)
+        self._ids = [shard.ids for shard in shards]
         self._bases = np.cumsum([0, *(len(shard.ids) for shard in shards)], dtype=np.int64)
         # Of all shards in one array, so that looking costs the same for any number of them.
         self._blocks = np.cumsum([0, *(-(-s.ids.nbytes // BLOCK) for s in shards)], dtype=np.int64)
@@ -45,11 +46,10 @@ class Tokens:
         first = starts - self._bases[of]
         stop = first + sizes
         self._check(of, first, stop - 1)
-        ids = [shard.ids for shard in self._shards]
         # Copying runs is several times faster than taking ids by their places, and as fast where
         # runs are some 100 ids.
         runs = zip(of.tolist(), first.tolist(), stop.tolist(), strict=True)
-        return np.concatenate([_NONE, *(ids[shard][a:b] for shard, a, b in runs)], dtype=np.int32)
+        return np.concatenate([_NONE, *(self._ids[n][a:b] for n, a, b in runs)], dtype=np.int32)
 
     def _check(self, of: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
         """Check the ids from each of `first` to each of `last`, inclusive, of the shards `of`."""

@@ -6,13 +6,13 @@ size of an update, never the ids of the sources.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args, get_type_hints
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64
 
 from shardlm.arguments import override
-from shardlm.config import Config, ConfigError
+from shardlm.config import Config, ConfigError, DataConfig
 from shardlm.data import Data
 from shardlm.data.balance import WorkModel, imbalance
 from shardlm.data.buckets import Buckets
@@ -23,8 +23,7 @@ from shardlm.data.shown import ShownRow, first_rows
 from shardlm.data.tokenizer import Tokenizer
 from shardlm.validation import validate
 
-PACKINGS = ("concat", "best_fit", "none", "padded_buckets")
-BALANCES = ("none", "tokens", "work", "dynamic")
+_CHOICES = {key: get_args(hint) for key, hint in get_type_hints(DataConfig).items()}
 ROWS = 10
 """Rows that are shown."""
 UPDATES = 16
@@ -175,10 +174,10 @@ def describe(data: Data, config: Config, ways: int) -> Description:
         lengths=_lengths(loader.corpora, config.data.length),
         steps=steps,
         updates_per_epoch=loader.updates_per_epoch,
-        packings=tuple(_packing(data, config, name) for name in PACKINGS),
+        packings=tuple(_packing(data, config, name) for name in _CHOICES["packing"]),
         ways=ways,
         sampled=len(updates),
-        balances=tuple(_balances(data, config, ways, updates)) if ways > 1 else (),
+        balances=tuple(_balances(loader, config.data.balance, updates)) if ways > 1 else (),
         micro_batches=tuple(np.mean(counts, axis=0).tolist()),
         predicted=float(np.mean([u.tokens.sum() for u in looked])),
         places=places,
@@ -246,9 +245,10 @@ def _packing(data: Data, config: Config, name: str) -> Packing:
     loader = data.train
     if not configured:
         overlap = 0 if name == "concat" else config.data.overlap
-        changed = {"data.packing": name, "data.overlap": overlap}
         try:
-            loader = _loader(loader.corpora, override(config, changed))
+            other = override(config, {"data.packing": name, "data.overlap": overlap})
+            validate(other)
+            loader = Loader(loader.corpora, other, WorkModel.of(config.model))
         except ConfigError as error:
             return Packing(name, configured, problem=str(error))
     return Packing(
@@ -272,30 +272,14 @@ def _whole(loader: Loader) -> int:
                 numbers = np.arange(start, min(start + BLOCK, rows.rows))
                 segments = rows.segments(numbers, np.zeros_like(numbers))
                 place = segments.place[segments.ends]
-                found += int((firsts[_at_or_before(firsts, place)] == place).sum())
+                of = np.searchsorted(firsts, place, "right") - 1
+                found += int((firsts[of] == place).sum())
     return found
 
 
-def _at_or_before(
-    firsts: Int64[np.ndarray, "documents"], place: Int64[np.ndarray, "n"]
-) -> Int64[np.ndarray, "n"]:
-    return np.searchsorted(firsts, place, "right") - 1
-
-
-def _balances(data: Data, config: Config, ways: int, updates: list[int]) -> Iterator[Balance]:
-    for name in BALANCES:
-        loader, configured = data.train, name == config.data.balance
-        if not configured:
-            loader = _loader(loader.corpora, override(config, {"data.balance": name}))
-            loader.deal_to(ways)
-        found = [imbalance(loader.at(step, Share(0, ways)).time) for step in updates]
-        yield Balance(name, configured, float(np.mean(found)), max(found))
-
-
-def _loader(corpora: Sequence[Corpus], config: Config) -> Loader:
-    """
-    Raises:
-      ConfigError: the configuration cannot be, or the text is too little for it.
-    """
-    validate(config)
-    return Loader(corpora, config, WorkModel.of(config.model))
+def _balances(loader: Loader, configured: str, updates: list[int]) -> Iterator[Balance]:
+    share = Share(0, loader.ways)
+    for name in _CHOICES["balance"]:
+        balanced = loader.balanced(name)
+        found = [imbalance(balanced.at(step, share).time) for step in updates]
+        yield Balance(name, name == configured, float(np.mean(found)), max(found))

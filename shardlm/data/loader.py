@@ -6,9 +6,10 @@ the stream, or, with rows of several lengths, the next micro-batches of their st
 There is no state: resuming is asking for another step. Grain prepares updates ahead of the step.
 """
 
+import copy
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,6 +47,8 @@ class Update(NamedTuple):
     """What is dealt level: the work, with `data.balance` dynamic over the speed of the device."""
     tokens: Int64[np.ndarray, "sources"]
     """Predicted tokens of the whole update by source."""
+    speeds: tuple[float, ...] | None
+    """Of the devices, by which the update was dealt, with `data.balance` dynamic."""
 
 
 class Shape(NamedTuple):
@@ -55,6 +58,11 @@ class Shape(NamedTuple):
     """Tokens of a row."""
     rows: int
     """Rows, over all devices."""
+
+    @property
+    def places(self) -> int:
+        """Places of all rows."""
+        return self.rows * self.length
 
     def __str__(self) -> str:
         return f"{self.rows} rows of {self.length:,}"
@@ -168,6 +176,12 @@ class Loader:
         speeds, which may be set anew while updates are prepared; default: all alike."""
         self.ways, self.speeds = ways, speeds or Speeds.level(ways)
 
+    def balanced(self, how: str) -> "Loader":
+        """The same rows, dealt as another `data.balance` says."""
+        loader = copy.copy(self)
+        loader._balance = how
+        return loader
+
     @property
     def buckets(self) -> bool:
         """Whether batches are `Buckets`: rows of several lengths, or more for some devices."""
@@ -181,6 +195,7 @@ class Loader:
     @property
     def ahead(self) -> int:
         """Updates after the one that is being made which may be prepared already, at most."""
+        # One is under way when the figures of the one before are known, and one is spare.
         return self._prefetch + 2
 
     def summary(self) -> "Summary":
@@ -198,9 +213,11 @@ class Loader:
             self._work.rows(segments.row, segments.size, np.full(n * shape.rows, shape.length))
             for segments, n, shape in zip(found, counts, self.shapes, strict=True)
         ]
-        made = self._micro_batches_of(counts, step)
+        # Once, since they may be set anew meanwhile.
+        speeds = self.speeds.at(step) if self.dynamic else None
+        made = self._micro_batches_of(counts, speeds)
         rows = made * (np.array([[shape.rows] for shape in self.shapes]) // self.ways)
-        orders = self._deal(found, works, rows, step)
+        orders = self._deal(found, works, rows, speeds)
         parts, before = [], 0
         for i, (segments, shape) in enumerate(zip(found, self.shapes, strict=True)):
             room = self._room * shape.rows // self.ways
@@ -219,12 +236,12 @@ class Loader:
         for each, order, n in zip(works, orders, rows, strict=True):
             work += np.bincount(np.repeat(np.arange(self.ways), n), each[order], self.ways)
         predicted = np.array([self._predicted(segments) for segments in found])
-        time = work / np.array(self.speeds.at(step)) if self.dynamic else work
-        return Update(batch, work, time, predicted.sum(0))
+        time = work if speeds is None else work / np.array(speeds)
+        return Update(batch, work, time, predicted.sum(0), speeds)
 
-    def iterate(self, start_step: int = 0, share: Share = Share()) -> Iterator[Update]:
-        """The updates from `start_step` on, without end, prepared ahead in a thread. Closing the
-        generator (or dropping it) ends the thread."""
+    def iterate(self, start_step: int = 0, share: Share = Share()) -> Generator[Update, None, None]:
+        """The updates from `start_step` on, without end, prepared ahead in a thread, which ends
+        when the generator is closed or dropped."""
         # Imported only for those who train, and not when the first batch is drawn in a thread:
         # importing it changes `__import__` for a while, for every thread (etils.epy.lazy_imports).
         import grain
@@ -235,7 +252,7 @@ class Loader:
             .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch))
         )
 
-        def iterate() -> Iterator[Update]:
+        def iterate() -> Generator[Update, None, None]:
             try:
                 yield from updates
             finally:
@@ -255,7 +272,7 @@ class Loader:
         return named
 
     def epochs(self, step: int) -> Float64[np.ndarray, "sources"]:
-        """How many epochs of each source the updates before `step` make."""
+        """How many epochs of each source the updates before `step` make, by rows."""
         read, whole = np.zeros((2, len(self.corpora)))
         spans = self._spans(step)
         for stream, (end, _), shape in zip(self.streams, spans, self.shapes, strict=True):
@@ -292,11 +309,11 @@ class Loader:
         return self._micro_batches * (2 if self.dynamic else 1)
 
     def _micro_batches_of(
-        self, counts: list[int], step: int
+        self, counts: list[int], speeds: tuple[float, ...] | None
     ) -> Int64[np.ndarray, "shapes devices"]:
         """Micro-batches that each device makes."""
-        if self.dynamic:
-            return deal_micro_batches(counts, self.speeds.at(step), self._room)
+        if speeds is not None:
+            return deal_micro_batches(counts, speeds, self._room)
         return np.repeat(np.array(counts)[:, None], self.ways, axis=1)
 
     def _deal(
@@ -304,7 +321,7 @@ class Loader:
         found: list[Segments],
         works: list[np.ndarray],
         rows: Int64[np.ndarray, "shapes devices"],
-        step: int,
+        speeds: tuple[float, ...] | None,
     ) -> list[Int64[np.ndarray, "_"]]:
         """Orders of the rows: those of the first device, then those of the second, ..."""
         if self._balance == "none":
@@ -314,7 +331,6 @@ class Loader:
                 np.bincount(s.row, s.size, len(w)).astype(float)
                 for s, w in zip(found, works, strict=True)
             ]
-        speeds = self.speeds.at(step) if self.dynamic else None
         return deal(works, self.ways, speeds, rows)
 
     def _part(

@@ -70,7 +70,7 @@ class Preparation:
     def key(self) -> str:
         """Digest of all that decides what the store will hold."""
         settings = self.tokenizer.fingerprint(), str(self.shard_tokens)
-        return digest(self.inputs, self.reading, settings, self.stopped)
+        return digest(self.inputs, self.reading, settings, self.stopped, self.progress)
 
     def into(self, path: Path, wait: bool = False) -> Store:
         """Make the store, or finish it; one that is there is opened.
@@ -120,8 +120,8 @@ class Preparation:
             }
             replace_text(path / _PROGRESS, json.dumps(state))
 
+        save()  # First: a directory that has it is ours.
         replace_text(path / TOKENIZER, self.tokenizer.to_json())
-        save()
         chunks = read_chunks(self.inputs, self.reading, self.tokenizer.end_of_document)
         for chunk in islice(chunks, chunks_done):
             if self.stopped():
@@ -186,6 +186,7 @@ def digest(
     reading: Reading,
     settings: Sequence[str],
     stopped: Callable[[], bool] = lambda: False,
+    progress: Progress = unseen,
 ) -> str:
     """Hexadecimal digest of what the inputs hold, how they are read, and `settings`.
 
@@ -193,7 +194,7 @@ def digest(
       DataError: one cannot be read.
       Interrupted: `stopped`.
     """
-    contents = unless_stopped(lambda: [found.content for found in inputs], stopped)
+    contents = unless_stopped(lambda: [found.content for found in inputs], stopped, progress)
     parts = [
         FORMAT,
         repr((reading.field, reading.errors, *settings)),
@@ -220,6 +221,7 @@ def owned(
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise DataError(f"{path} is a file: name a directory for the store") from None
+    _refuse_foreign(path)
     while True:
         try:
             descriptor = lock(path / _LOCK)
@@ -236,6 +238,17 @@ def owned(
         yield
     finally:
         os.close(descriptor)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse a directory that holds something else than a store, before it gets a file."""
+    if is_store(path) or (path / _PROGRESS).exists():
+        return
+    if others := {p.name for p in path.iterdir()} - {_LOCK, f".{_PROGRESS}.tmp"}:
+        raise DataError(
+            f"{path} is not empty and no store (it has {', '.join(sorted(others)[:3])}): name "
+            "another directory"
+        )
 
 
 def tokenizer_left(path: Path, made_from: str) -> Tokenizer | None:
@@ -272,16 +285,12 @@ def _progress_of(path: Path, mark: str, value: str) -> dict[str, Any]:
         found = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
         same, started = found[mark] == value, bool(found["shards"])
     except FileNotFoundError:
-        others = {p.name for p in path.iterdir()} - {_LOCK, TOKENIZER, f".{TOKENIZER}.tmp"}
-        ours = {f"00000.{kind}" for kind in ("tokens", "index")}
-        if others - ours - {f".{name}.tmp" for name in (*ours, MANIFEST, _PROGRESS)}:
-            raise DataError(
-                f"{path} is not empty and no store (it has {', '.join(sorted(others)[:3])}): name "
-                "another directory"
-            ) from None
         return {}
     except (ValueError, KeyError, TypeError):
-        return {}
+        raise DataError(
+            f"{path / _PROGRESS} is not what an unfinished preparation leaves: name another "
+            "directory, or remove it"
+        ) from None
     if same:
         return dict(found)
     if started:
@@ -318,6 +327,7 @@ def workers_for(tokenizer: Tokenizer, asked: int = 0) -> int:
     are tokenized faster than they are sent to another process."""
     if isinstance(tokenizer, BytesTokenizer | CharactersTokenizer):
         return 1
-    if hasattr(os, "sched_getaffinity"):
-        return asked or len(os.sched_getaffinity(0))
-    return asked or os.cpu_count() or 1
+    if asked:
+        return asked
+    # A process may be given fewer cores than there are.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

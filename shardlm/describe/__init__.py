@@ -5,6 +5,7 @@ from pathlib import Path
 from shardlm.config import Config, ConfigError
 from shardlm.data import load_data
 from shardlm.files import replace_text
+from shardlm.observe import Progress
 from shardlm.options import DescribeOptions
 
 
@@ -20,7 +21,7 @@ def describe_data(options: DescribeOptions, config: Config) -> None:
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
         what = "is a directory" if html.is_dir() else f"cannot be: {html.parent} is no directory"
         raise ConfigError(f"html is {html}, which {what}: name a file in a directory that is there")
-    data = load_data(config)
+    data = load_data(config, display=Progress)
     # Here, since they load jax and rich: what can go wrong above is told at once.
     from shardlm.data.describe import describe
     from shardlm.data.shown import visible

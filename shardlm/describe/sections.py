@@ -172,7 +172,7 @@ def _updates(found: Description) -> Section:
         "An update",
         ("micro-batch", "places", "an update"),
         tuple(
-            (str(shape), f"{shape.rows * shape.length:,}", f"{count:.2f}")
+            (str(shape), f"{shape.places:,}", f"{count:.2f}")
             for shape, count in zip(configured.shapes, found.micro_batches, strict=True)
         ),
         notes=(
@@ -186,7 +186,6 @@ def _updates(found: Description) -> Section:
 def _balances(found: Description, dealt: str) -> list[Section]:
     if not found.balances:
         return [Section("Balance", (), (), notes=(dealt,))]
-    marked = [i for i, b in enumerate(found.balances) if b.configured]
 
     def row(balance: Balance) -> tuple[str, ...]:
         return balance.name, f"{balance.mean:.4f}", f"{balance.worst:.4f}"
@@ -196,7 +195,7 @@ def _balances(found: Description, dealt: str) -> list[Section]:
             f"Balance over {found.ways} devices: work of the heaviest over the mean",
             ("data.balance", "mean", "worst"),
             tuple(map(row, found.balances)),
-            marked=marked[0] if marked else None,
+            marked=next(i for i, b in enumerate(found.balances) if b.configured),
             notes=(
                 dealt,
                 f"estimated FLOPs, attention counted, in {found.sampled:,} updates of the run",

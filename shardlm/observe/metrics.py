@@ -54,7 +54,7 @@ def update_record(
         are dealt by that) over the mean: 1 where all are done at once.
       balance_run: the same over all updates so far, each counted by its mean.
       source_tokens: loss tokens of each source since the beginning of the run.
-      epochs: how often each source has been read.
+      epochs: how often each source has been read: its `source_tokens` over those of an epoch.
       device_seconds: that the devices of each share of the batch computed, without waiting; None
         where that is not measured.
       device_speeds: by which the update was dealt to them, of mean 1; None likewise.

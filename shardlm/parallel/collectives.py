@@ -124,8 +124,9 @@ class Parallel:
         return jax.lax.psum(x, axes) if axes else x
 
     def list_examples(self, x: Array) -> Array:
-        """Scalars of the devices of `model`, the greatest of each share of the examples: an array
-        [ways] in the order of the batch, equal, and typed so, on all devices."""
+        """One scalar a device, as an array [ways] with an entry for each share of the batch, in the
+        order of the batch: the largest over the devices of `model`. Equal, and typed so, on all
+        devices."""
         axes = self.active(BATCH_AXES)
         ways = math.prod(self.size(axis) for axis in axes)
         x = self.max_model(_vary(x, set(self.active(("model",)))))

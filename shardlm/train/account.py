@@ -38,7 +38,7 @@ class Account:
         return self.busiest / self.mean if self.mean else 1.0
 
     def epochs(self, loader: Loader) -> list[float]:
-        """How often each source has been read."""
+        """How often each source has been read: its predicted tokens over those of an epoch."""
         sizes = [corpus.loss_tokens for corpus in loader.corpora]
         return [n / size if size else 0.0 for n, size in zip(self.tokens, sizes, strict=True)]
 

@@ -120,7 +120,6 @@ class _Run:
     ) -> None:
         self.engine, self.config = engine, engine.config
         self.start, self.data, self.store = start, start.data, store
-        self.data.train.deal_to(batch_ways(engine.mesh.shape))
         self.commands, self.stop, self.started = commands, stop, started
         self.console = Console(
             self.config.train.steps,
@@ -144,22 +143,24 @@ class _Run:
         start, config, say, pool = self.start, self.config, self.console.say, self.pool
         say(describe(self.engine, start.data))
         first, self.tokens, self.account, speeds = find_position(start, config, self.store, say)
-        ways = self.data.train.ways
-        if speeds is not None and len(speeds.measured) == ways:
-            self.data.train.deal_to(ways, speeds)
+        ways = batch_ways(self.engine.mesh.shape)
+        if speeds is not None and len(speeds.measured) != ways:
+            say(f"the speeds of {len(speeds.measured)} devices are forgotten: there are {ways} now")
+            speeds = None
+        self.data.train.deal_to(ways, speeds)
         if first == config.train.steps and not self._evaluation_missing(first):
             write_config(start, config, first, 0, say)
             say(f"this run has finished: all its {first:,} updates are made")
             say(self.account.describe(self.data.train))
             say(how_to_go_on(self.engine, start.directory, self.commands))
             return 0
-        updates: Any = self.data.train.iterate(first)
+        updates = self.data.train.iterate(first)
         with contextlib.closing(updates):
             # Each takes seconds. XLA cannot be interrupted, so this thread only waits.
             drawn = pool.submit(next, updates)
             try:
                 ready = self._wait(
-                    pool.submit(self._state, first), pool.submit(self._compile), drawn
+                    pool.submit(self._state, first), pool.submit(self._compile, first), drawn
                 )
             finally:
                 # A generator cannot be closed while it runs.
@@ -178,9 +179,10 @@ class _Run:
             return self.store.restore(first, self.engine.abstract)
         return new_state(self.engine)
 
-    def _compile(self) -> Any:
+    def _compile(self, first: int) -> Any:
         """The update, compiled."""
-        batch = jax.eval_shape(lambda: self.data.train.at(0).batch)
+        # Of the next one: by which speeds earlier ones were dealt is forgotten.
+        batch = jax.eval_shape(lambda: self.data.train.at(first).batch)
         step = make_train_step(self.engine, buckets=self.data.train.buckets)
         return step.lower(self.engine.abstract, batch).compile()
 
@@ -263,9 +265,7 @@ class _Run:
             source_tokens=self.account.tokens,
             epochs=self.account.epochs(self.data.train),
             device_seconds=device_seconds,
-            device_speeds=(
-                None if device_seconds is None else (fed.update.work / fed.update.time).tolist()
-            ),
+            device_speeds=fed.update.speeds,
             skipped=skipped,
         )
         self.writer.write(record)

@@ -87,6 +87,7 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
     )
     # Devices without CUDA need not have the attribute.
     capability = str(getattr(device, "compute_capability", ""))
+    # Each length is checked; the choice is the same for all.
     for row in row_lengths(config.data):
         length = padded_length(row, mesh.shape["model"])
         attention = choose_implementation(config.model, platform, length, capability)

@@ -9,13 +9,13 @@ import pytest
 
 from shardlm import cli
 from shardlm.bench import data, loading, opening, preparing, waiting
-from shardlm.bench.loading import Update
 from shardlm.bench.synthetic import LONGEST, MEAN, cut, document_lengths, random_texts, write_rows
 from shardlm.data import Corpus, open_store
+from shardlm.data.loader import Shape
 from shardlm.data.subwords import train_bpe
 from shardlm.options import BENCHES
 
-TINY = Update(64, 16)
+TINY = Shape(64, 16)
 
 
 def no_words(line):
@@ -51,11 +51,11 @@ def test_padding_is_no_throughput(tmp_path, monkeypatch):
     (corpus,) = Corpus.of_stores([loading.synthetic_store(tmp_path, 200)], [""])
     monkeypatch.setattr(loading, "_calls_per_second", lambda call, seconds: (call(), 1.0)[1])
     for packing in ("concat", "none"):
-        loader = loading.loader_of(corpus, Update(4096, 8), packing=packing)
+        loader = loading.loader_of(corpus, Shape(4096, 8), packing=packing)
         asked = []
         monkeypatch.setattr(loader, "at", asked.append)
         monkeypatch.setattr(loader, "iterate", lambda: (x for x in range(100)))
-        found = loading.rates(loader, Update(4096, 8), rounds=3, seconds=0.0)
+        found = loading.rates(loader, Shape(4096, 8), rounds=3, seconds=0.0)
         assert asked == [0, 1, 2, 3], "every update is another one"
         assert set(found) == {"at_tokens_per_second", "iterate_tokens_per_second"}
         for rate in found.values():
