@@ -132,7 +132,8 @@ class Loader:
         self._tokens: Tokens = corpora[0].tokens
         # Sources lie one after the other in the common array of ids.
         self._bases = np.array([c.base for c in corpora])
-        self._batch, self._balance, self._prefetch = config.batch, data.balance, data.prefetch
+        self._batch, self._prefetch = config.batch, data.prefetch
+        self._balance: str = data.balance
         self._micro_batches, self._work = config.micro_batches, work
         pools = self.corpora if data.weights else [Corpus.join(self.corpora)]
         weights = np.array(data.weights or (1.0,))
