@@ -63,3 +63,12 @@ def test_altered_ids_are_refused_wherever_they_are(arrays, before):
     for start in (0, SIZES[3] - 1):
         with pytest.raises(DataError, match=r"3\.tokens was altered"):
             tokens.gather(one * (base + start), one * (SIZES[3] - start))
+
+
+def test_altered_ids_between_good_ones_are_refused(arrays):
+    tokens, per_block = tokens_of(arrays), BLOCK // arrays[0].itemsize
+    arrays[0][per_block + 5] += 1
+    ends = np.array([0, 2 * per_block])
+    tokens.gather(ends, np.ones_like(ends))
+    with pytest.raises(DataError, match=rf"its bytes from {BLOCK} on"):
+        tokens.gather(ends[:1], ends[1:] + 1)
