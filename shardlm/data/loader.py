@@ -297,6 +297,9 @@ class Loader:
         """Of each stream, the first row of the `count` updates from `step` on and how many rows
         they have; and the micro-batches of each shape in each of them."""
         k = self._micro_batches
+        if len(self.streams) == 1:
+            each = k * self.shapes[0].rows
+            return [(step * each, count * each)], np.full((count, 1), k)
         turn, _ = self._turns.draw(step * k, count * k)
         number = np.repeat(np.arange(count), k) * len(self.shapes) + turn
         counts = np.bincount(number, minlength=count * len(self.shapes)).reshape(count, -1)
