@@ -228,7 +228,7 @@ class Loader:
             parts.append(of_length)
             before += self._micro_batches * shape.rows
         work = self._of_devices(costs, orders, each)
-        tokens = sum(self._predicted(*of) for of in zip(found, rows.T, strict=True))
+        tokens = np.sum([self._predicted(*of) for of in zip(found, rows.T, strict=True)], axis=0)
         updates = []
         for u in range(count):
             mine = tuple({key: values[u] for key, values in part.items()} for part in parts)
@@ -345,7 +345,8 @@ class Loader:
         for u, (a, b) in enumerate(zip(first, first + rows, strict=True)):
             speeds = self.speeds.at(step + u) if self.dynamic else None
             mine = [w[i:j] for w, i, j in zip(costs, a.tolist(), b.tolist(), strict=True)]
-            orders.append([o + i for o, i in zip(deal(mine, self.ways, speeds, each[u]), a)])
+            dealt = deal(mine, self.ways, speeds, each[u])
+            orders.append([order + i for order, i in zip(dealt, a, strict=True)])
         return [np.concatenate(of_shape) for of_shape in zip(*orders, strict=True)]
 
     def _part(
