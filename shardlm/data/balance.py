@@ -120,12 +120,10 @@ def deal(
     hands: list[list[np.ndarray]] = [[] for _ in work]
     for shape in sorted(range(len(work)), key=lambda i: -work[i].sum()):
         hands[shape] = _greedy(work[shape], loads, speed, rows[shape])
-        loads += [work[shape][hand].sum() for hand in hands[shape]]
-    _swap(work, hands, loads, speed)
-    return [
-        np.concatenate([_falling(w, hand) for hand in of_devices])
-        for w, of_devices in zip(work, hands, strict=True)
-    ]
+        loads += [np.add.reduce(work[shape][hand]) for hand in hands[shape]]
+    if _swap(work, hands, loads, speed):
+        hands = [[_falling(w, hand) for hand in each] for w, each in zip(work, hands, strict=True)]
+    return [np.concatenate(of_devices) for of_devices in hands]
 
 
 def _falling(work: np.ndarray, hand: np.ndarray) -> np.ndarray:
@@ -137,7 +135,8 @@ def _falling(work: np.ndarray, hand: np.ndarray) -> np.ndarray:
 def _greedy(
     work: np.ndarray, loads: np.ndarray, speed: np.ndarray, rows: np.ndarray
 ) -> list[np.ndarray]:
-    """Rows of each device, `rows` of them, for devices that have `loads` already."""
+    """Rows of each device, `rows` of them in falling order of work, equal ones by number, for
+    devices that have `loads` already."""
     hands: list[list[int]] = [[] for _ in loads]
     slow, left = (1 / speed).tolist(), rows.tolist()
     queue = [
@@ -160,17 +159,18 @@ def _greedy(
 
 def _swap(
     work: Sequence[np.ndarray], hands: list[list[np.ndarray]], loads: np.ndarray, speed: np.ndarray
-) -> None:
-    """Swap rows of the slowest device, in place, as `deal` says."""
+) -> bool:
+    """Swap rows of the slowest device, in place, as `deal` says; whether any were."""
     level = LEVEL * loads.sum() / speed.sum()
-    for _ in range(SWAPS_A_DEVICE * len(loads)):
+    for swaps in range(SWAPS_A_DEVICE * len(loads)):
         times = loads / speed
+        if times.max() <= level:
+            return swaps > 0
         order = np.argsort(times, kind="stable").tolist()
         slowest = order.pop()
-        if times[slowest] <= level or not any(
-            _swap_pair(work, hands, loads, speed, slowest, other) for other in order
-        ):
-            return
+        if not any(_swap_pair(work, hands, loads, speed, slowest, other) for other in order):
+            return swaps > 0
+    return True
 
 
 def _swap_pair(

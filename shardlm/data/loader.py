@@ -68,6 +68,10 @@ class Shape(NamedTuple):
         return f"{self.rows} rows of {self.length:,}"
 
 
+TOGETHER, PLACES = 32, 1 << 16
+"""Updates that are prepared together, and the places that they have, at most."""
+
+
 class Stream:
     """Rows of one length without end: of the pools in even turns, each pool's epochs in turn."""
 
@@ -132,8 +136,8 @@ class Loader:
         self._tokens: Tokens = corpora[0].tokens
         # Sources lie one after the other in the common array of ids.
         self._bases = np.array([c.base for c in corpora])
-        self._batch, self._prefetch = config.batch, data.prefetch
         self._balance: str = data.balance
+        self._prefetch, self._places = data.prefetch, config.batch * data.length
         self._micro_batches, self._work = config.micro_batches, work
         pools = self.corpora if data.weights else [Corpus.join(self.corpora)]
         weights = np.array(data.weights or (1.0,))
@@ -196,8 +200,16 @@ class Loader:
     @property
     def ahead(self) -> int:
         """Updates after the one that is being made which may be prepared already, at most."""
-        # One is under way when the figures of the one before are known, and one is spare.
-        return self._prefetch + 2
+        # Those under way when the figures of the one before are known, and as many to spare.
+        return (-(-self._prefetch // self._together) + 2) * self._together
+
+    @property
+    def _together(self) -> int:
+        """Updates that are prepared together. One, where how they are dealt is decided while they
+        are prepared."""
+        if self.dynamic:
+            return 1
+        return max(1, min(TOGETHER, PLACES // self._places))
 
     def summary(self) -> "Summary":
         """Documents, tokens and rows of an epoch."""
@@ -209,36 +221,46 @@ class Loader:
         Which rows it has depends on the seed and the step only; which device gets which, on the
         number of devices too. A row's number in the update, `rows`, is the same for any of them.
         """
-        counts, found = self._draw(step)
-        works = [
-            self._work.rows(segments.row, segments.size, np.full(n * shape.rows, shape.length))
-            for segments, n, shape in zip(found, counts, self.shapes, strict=True)
+        return self.several(step, 1, share)[0]
+
+    def several(self, step: int, count: int, share: Share = Share()) -> list[Update]:
+        """The `count` updates from `step` on, in arrays that they share: where they are small,
+        together they take a fraction of the time."""
+        firsts, counts = self._spans(step, count)
+        rows = counts * [shape.rows for shape in self.shapes]
+        found = [s.segments(*span) for s, span in zip(self.streams, firsts, strict=True)]
+        costs = [
+            self._work.rows(segments.row, segments.size, np.full(n, shape.length))
+            for segments, n, shape in zip(found, rows.sum(0), self.shapes, strict=True)
         ]
         # Once, since they may be set anew meanwhile.
-        speeds = self.speeds.at(step) if self.dynamic else None
-        made = self._micro_batches_of(counts, speeds)
-        rows = made * (np.array([[shape.rows] for shape in self.shapes]) // self.ways)
-        orders = self._deal(found, works, rows, speeds)
+        learnt = self.speeds
+        speeds = [learnt.at(step + u) if self.dynamic else None for u in range(count)]
+        made = np.array([self._micro_batches_of(c, s) for c, s in zip(counts, speeds, strict=True)])
+        each = made * (np.array([[shape.rows] for shape in self.shapes]) // self.ways)
+        orders = self._deal(found, costs, rows, each, speeds)
         parts, before = [], 0
         for i, (segments, shape) in enumerate(zip(found, self.shapes, strict=True)):
             room = self._room * shape.rows // self.ways
-            parts.append(
-                self._part(segments, orders[i], rows[i], before, room, shape.length, share)
-            )
+            of_length = self._part(segments, orders[i], each[:, i], before, room, shape, share)
+            parts.append(of_length)
             before += self._micro_batches * shape.rows
-        batch: Batch | Buckets = parts[0]
-        if self.dynamic:
-            ways = self.ways // share.count
-            mine = made[:, share.index * ways : (share.index + 1) * ways]
-            batch = Buckets(mine.T.astype(np.int32), tuple(parts))
-        elif self.buckets:
-            batch = Buckets(np.array(counts, np.int32), tuple(parts))
-        work = np.zeros(self.ways)
-        for each, order, n in zip(works, orders, rows, strict=True):
-            work += np.bincount(np.repeat(np.arange(self.ways), n), each[order], self.ways)
-        predicted = np.array([self._predicted(segments) for segments in found])
-        time = work if speeds is None else work / np.array(speeds)
-        return Update(batch, work, time, predicted.sum(0), speeds)
+        work = self._of_devices(costs, orders, each)
+        tokens = np.sum([self._predicted(*of) for of in zip(found, rows.T, strict=True)], axis=0)
+        updates = []
+        for u in range(count):
+            mine = tuple({key: values[u] for key, values in part.items()} for part in parts)
+            batch: Batch | Buckets = mine[0]
+            if self.dynamic:
+                ways = self.ways // share.count
+                used = made[u, :, share.index * ways : (share.index + 1) * ways]
+                batch = Buckets(used.T.astype(np.int32), mine)
+            elif self.buckets:
+                batch = Buckets(counts[u].astype(np.int32), mine)
+            dealt_by = speeds[u]
+            time = work[u] if dealt_by is None else work[u] / np.array(dealt_by)
+            updates.append(Update(batch, work[u], time, tokens[u], dealt_by))
+        return updates
 
     def iterate(self, start_step: int = 0, share: Share = Share()) -> Generator[Update, None, None]:
         """The updates from `start_step` on, without end, prepared ahead in a thread, which ends
@@ -247,17 +269,20 @@ class Loader:
         # importing it changes `__import__` for a while, for every thread (etils.epy.lazy_imports).
         import grain
 
-        updates = iter(
-            grain.MapDataset.range(start_step, sys.maxsize)
-            .map(lambda step: self.at(step, share))
-            .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch))
+        count = self._together
+        ahead = -(-self._prefetch // count)
+        drawn = iter(
+            grain.MapDataset.range(start_step, sys.maxsize, count)
+            .map(lambda step: self.several(step, count, share))
+            .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead))
         )
 
         def iterate() -> Generator[Update, None, None]:
             try:
-                yield from updates
+                for updates in drawn:
+                    yield from updates
             finally:
-                updates.close()
+                drawn.close()
 
         return iterate()
 
@@ -266,7 +291,7 @@ class Loader:
         their names, which no other row of the run has."""
         named = []
         for kind, (stream, (start, count)) in enumerate(
-            zip(self.streams, self._spans(step), strict=True)
+            zip(self.streams, self._spans(step)[0], strict=True)
         ):
             pool, epoch, row, _ = stream.draw(start, count)
             named.append(np.stack([np.full_like(pool, kind), pool, epoch, row], axis=1))
@@ -275,7 +300,7 @@ class Loader:
     def epochs(self, step: int) -> Float64[np.ndarray, "sources"]:
         """How many epochs of each source the updates before `step` make, by rows."""
         read, whole = np.zeros((2, len(self.corpora)))
-        spans = self._spans(step)
+        spans, _ = self._spans(step)
         for stream, (end, _), shape in zip(self.streams, spans, self.shapes, strict=True):
             for rows, count in stream.drawn(end):
                 # Without weights there is one pool, of all sources.
@@ -285,23 +310,23 @@ class Loader:
                 whole[of] += rows.rows * shape.length
         return read / whole
 
-    def _spans(self, step: int) -> list[tuple[int, int]]:
-        """Of each stream, the first row of update `step` and how many rows it has."""
-        if len(self.streams) == 1:
-            return [(step * self._batch, self._batch)]
+    def _spans(
+        self, step: int, count: int = 1
+    ) -> tuple[list[tuple[int, int]], Int64[np.ndarray, "updates shapes"]]:
+        """Of each stream, the first row of the `count` updates from `step` on and how many rows
+        they have; and the micro-batches of each shape in each of them."""
         k = self._micro_batches
-        before, after = self._turns.counts(step * k), self._turns.counts((step + 1) * k)
+        if len(self.streams) == 1:
+            each = k * self.shapes[0].rows
+            return [(step * each, count * each)], np.full((count, 1), k)
+        turn, _ = self._turns.draw(step * k, count * k)
+        number = np.repeat(np.arange(count), k) * len(self.shapes) + turn
+        counts = np.bincount(number, minlength=count * len(self.shapes)).reshape(count, -1)
+        before, after = self._turns.counts(step * k), counts.sum(0)
         return [
-            (int(a) * shape.rows, int(b - a) * shape.rows)
-            for a, b, shape in zip(before, after, self.shapes, strict=True)
-        ]
-
-    def _draw(self, step: int) -> tuple[list[int], list[Segments]]:
-        """Micro-batches and rows of each shape in update `step`."""
-        spans = self._spans(step)
-        counts = [n // shape.rows for (_, n), shape in zip(spans, self.shapes, strict=True)]
-        found = [s.segments(*span) for s, span in zip(self.streams, spans, strict=True)]
-        return counts, found
+            (int(a) * shape.rows, int(n) * shape.rows)
+            for a, n, shape in zip(before, after, self.shapes, strict=True)
+        ], counts
 
     @property
     def _room(self) -> int:
@@ -310,57 +335,83 @@ class Loader:
         return self._micro_batches * (2 if self.dynamic else 1)
 
     def _micro_batches_of(
-        self, counts: list[int], speeds: tuple[float, ...] | None
+        self, counts: Int64[np.ndarray, "shapes"], speeds: tuple[float, ...] | None
     ) -> Int64[np.ndarray, "shapes devices"]:
         """Micro-batches that each device makes."""
         if speeds is not None:
-            return deal_micro_batches(counts, speeds, self._room)
-        return np.repeat(np.array(counts)[:, None], self.ways, axis=1)
+            return deal_micro_batches(counts.tolist(), speeds, self._room)
+        return np.repeat(counts[:, None], self.ways, axis=1)
 
     def _deal(
         self,
         found: list[Segments],
-        works: list[np.ndarray],
-        rows: Int64[np.ndarray, "shapes devices"],
-        speeds: tuple[float, ...] | None,
+        costs: list[np.ndarray],
+        rows: Int64[np.ndarray, "updates shapes"],
+        each: Int64[np.ndarray, "updates shapes devices"],
+        speeds: Sequence[tuple[float, ...] | None],
     ) -> list[Int64[np.ndarray, "_"]]:
-        """Orders of the rows: those of the first device, then those of the second, ..."""
+        """Of each shape the order of its rows: update by update those of the first device, then
+        those of the second, ..."""
         if self._balance == "none":
-            return [np.arange(len(w)) for w in works]
+            return [np.arange(len(w)) for w in costs]
         if self._balance == "tokens":
-            works = [
+            costs = [
                 np.bincount(s.row, s.size, len(w)).astype(float)
-                for s, w in zip(found, works, strict=True)
+                for s, w in zip(found, costs, strict=True)
             ]
-        return deal(works, self.ways, speeds, rows)
+        first = np.cumsum(rows, axis=0) - rows
+        orders = []
+        for u, (a, b) in enumerate(zip(first, first + rows, strict=True)):
+            mine = [w[i:j] for w, i, j in zip(costs, a.tolist(), b.tolist(), strict=True)]
+            dealt = deal(mine, self.ways, speeds[u], each[u])
+            orders.append([order + i for order, i in zip(dealt, a, strict=True)])
+        return [np.concatenate(of_shape) for of_shape in zip(*orders, strict=True)]
 
     def _part(
         self,
         segments: Segments,
         order: Int64[np.ndarray, "rows"],
-        each: Int64[np.ndarray, "devices"],
+        each: Int64[np.ndarray, "updates devices"],
         before: int,
         room: int,
-        length: int,
+        shape: Shape,
         share: Share,
-    ) -> Batch:
-        """Arrays of the share's rows of one length, of which device d has `each[d]`, with room for
-        `room` rows a device; `before` rows of other lengths have the numbers before theirs."""
+    ) -> dict[str, np.ndarray]:
+        """Arrays [updates, ...] of the share's rows of one length, of which device d has
+        `each[u, d]` in update u, with room for `room` rows a device; `before` rows of other lengths
+        have the numbers before theirs."""
         # A device has its rows first and then what it does not use of its room.
         ways = self.ways // share.count
-        device = np.arange(share.index * ways, (share.index + 1) * ways)
-        first = (np.cumsum(each) - each)[device]
-        mine = order[first[0] : first[-1] + each[device[-1]]]
-        chosen = segments.of_rows(mine)
-        slots = ranges(np.arange(ways) * room, each[device])
-        batch = lay_out(self._tokens, chosen.renumbered(slots), ways * room, length)
-        rows = np.zeros(ways * room, np.int32)
-        rows[slots] = before + mine
-        return {**batch, "rows": rows}
+        here = np.s_[:, share.index * ways : (share.index + 1) * ways]
+        first = (np.cumsum(each) - each.reshape(-1)).reshape(each.shape)
+        mine = order[ranges(first[here].reshape(-1), each[here].reshape(-1))]
+        slots = ranges(np.arange(each[here].size) * room, each[here].reshape(-1))
+        chosen = segments.of_rows(mine).renumbered(slots)
+        batch = lay_out(self._tokens, chosen, each[here].size * room, shape.length)
+        rows = np.zeros(each[here].size * room, np.int32)
+        rows[slots] = before + mine - np.repeat(first[:, 0], each[here].sum(1))
+        batch = {**batch, "rows": rows}
+        return {k: v.reshape(len(each), ways * room, *v.shape[1:]) for k, v in batch.items()}
 
-    def _predicted(self, segments: Segments) -> Int64[np.ndarray, "sources"]:
+    def _of_devices(
+        self, costs: list[np.ndarray], orders: list[np.ndarray], each: np.ndarray
+    ) -> Float64[np.ndarray, "updates devices"]:
+        """Work of each device in each update."""
+        work = np.zeros(len(each) * self.ways)
+        for i, (cost, order) in enumerate(zip(costs, orders, strict=True)):
+            device = np.repeat(np.arange(len(work)), each[:, i].reshape(-1))
+            work += np.bincount(device, cost[order], len(work))
+        return work.reshape(-1, self.ways)
+
+    def _predicted(
+        self, segments: Segments, rows: Int64[np.ndarray, "updates"]
+    ) -> Int64[np.ndarray, "updates sources"]:
+        """Predicted tokens of each source in each update."""
+        update = np.repeat(np.arange(len(rows)), rows)[segments.row]
         source = np.searchsorted(self._bases, segments.place, "right") - 1
-        return np.bincount(source, segments.predicted, len(self._bases)).astype(np.int64)
+        number, size = update * len(self._bases) + source, len(rows) * len(self._bases)
+        found = np.bincount(number, segments.predicted, size)
+        return found.reshape(len(rows), -1).astype(np.int64)
 
 
 class ValidationLoader:

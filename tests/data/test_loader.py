@@ -305,17 +305,23 @@ def test_a_document_shorter_than_a_row_comes_once_an_epoch():
         assert (batch["targets"] >= 0).sum() == 2
 
 
-def test_no_more_is_prepared_than_is_said(monkeypatch):
+@pytest.mark.parametrize("balance", ["work", "dynamic"])
+def test_no_more_is_prepared_than_is_said(balance, monkeypatch):
     """By which decisions of later updates are made in time."""
-    loader = small(prefetch=4)
+    loader = small(prefetch=4, balance=balance)
     asked = []
-    at = loader.at
-    monkeypatch.setattr(loader, "at", lambda step, share: asked.append(step) or at(step, share))
+    make = loader.several
+    monkeypatch.setattr(
+        loader,
+        "several",
+        lambda step, count, share: asked.append(step + count - 1) or make(step, count, share),
+    )
     updates = loader.iterate()
     for step in range(8):
         next(updates)
         time.sleep(0.05)  # As much as can be prepared meanwhile.
         assert step + 1 < max(asked) + 1 <= step + 1 + loader.ahead
+    assert loader.ahead == 6 or balance == "work"
     updates.close()
 
 
