@@ -33,7 +33,7 @@ import os, pickle, sys
 from itertools import islice
 import grain
 import numpy as np
-from shardlm.data import Loader, Share, load_data
+from shardlm.data import Loader, Share, load_data, loader
 from shardlm.data.corpus import Tokens
 
 gathered = []
@@ -44,13 +44,14 @@ def recording(self, starts, sizes):
 Tokens.gather = recording
 
 places = {}
-at = Loader.at
-def remembering(self, step, share):
+loader.TOGETHER = 1  # So that it is known what each is made of.
+several = Loader.several
+def remembering(self, step, count, share):
     gathered.clear()
-    update = at(self, step, share)
+    updates = several(self, step, count, share)
     places[step] = np.concatenate(gathered)
-    return update
-Loader.at = remembering
+    return updates
+Loader.several = remembering
 
 def work(configs, stages, number):
     found = {}
