@@ -20,6 +20,10 @@ class EvaluateOptions:
     """Checkpoint to use; default: the newest."""
 
 
+MOST_IDS = 2**24
+"""Of a tokenizer: more than any that is used, and some gigabytes while it is trained."""
+
+
 @dataclass(frozen=True)
 class TokenizerOptions:
     """A tokenizer made from the text."""
@@ -29,6 +33,10 @@ class TokenizerOptions:
     vocab: int = 8192
     """Ids of the tokenizer that is trained, at most."""
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocab <= MOST_IDS:
+            raise ConfigError(f"tokenizer.vocab is {self.vocab}: it must be from 1 to {MOST_IDS}")
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
@@ -37,7 +45,8 @@ class PrepareOptions:
     store: str
     """Directory of the store; the same command goes on where it was interrupted."""
     workers: int = 0
-    """Processes that tokenize; 0: one for each core. Bytes and characters need only one."""
+    """Processes that tokenize; 0: as many as are fastest (one for bytes and characters, and for the
+    library tokenizers on few cores, where its threads do it; else one for each core)."""
     tokenizer: TokenizerOptions = TokenizerOptions()
     """A tokenizer made from the text."""
 

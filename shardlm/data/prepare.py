@@ -36,6 +36,7 @@ from shardlm.data.store import (
     read_manifest,
     write_shard,
 )
+from shardlm.data.subwords import SubwordTokenizer
 from shardlm.data.tokenizer import (
     BytesTokenizer,
     CharactersTokenizer,
@@ -48,6 +49,9 @@ from shardlm.files import Occupied, lock, replace_text
 
 SHARD_TOKENS = 1 << 25
 """A shard is closed by the chunk with which it has this many ids."""
+THREADS = 4
+"""Cores up to which threads are used. What is done to a text before and after its pieces are looked
+up is done by one thread, some tenth of the work."""
 _LOCK, _PROGRESS = ".lock", "progress.json"
 
 
@@ -324,10 +328,13 @@ def texts(
 
 def workers_for(tokenizer: Tokenizer, asked: int = 0) -> int:
     """Processes that tokenize: as many as asked for, or one for each core. Bytes and characters
-    are tokenized faster than they are sent to another process."""
+    are tokenized faster than they are sent to another process, and up to `THREADS` cores the
+    threads of the library tokenizers are faster than processes."""
     if isinstance(tokenizer, BytesTokenizer | CharactersTokenizer):
         return 1
     if asked:
         return asked
     # A process may be given fewer cores than there are.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    there = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1
+    return 1 if isinstance(tokenizer, SubwordTokenizer) and cores <= THREADS else cores
