@@ -246,3 +246,38 @@ def test_empty_documents_of_arrays_are_counted(tmp_path):
     store = preparation(tmp_path).into(tmp_path / "store")
     assert store.lengths.tolist() == [2, 2, 2]
     assert store.manifest["empty"] == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.pop("shards"),
+        lambda m: m.pop("fingerprint"),
+        lambda m: m.pop("empty"),
+        lambda m: m.update(empty="a"),
+        lambda m: m.update(fingerprint="0" * 32),
+        lambda m: m.update(vocab_size=300),
+        lambda m: m.update(shards=[]),
+        lambda m: m["shards"][0].update(tokens="x"),
+        lambda m: m["shards"][0].update(name="../store/00000"),
+        lambda m: m["shards"][0].pop("index"),
+    ],
+    ids=range(10),
+)
+def test_an_altered_manifest_is_refused(change, folder, tmp_path):
+    """By which a resumed run knows that its text is the same."""
+    path = tmp_path / "store"
+    preparation(folder).into(path)
+    manifest = json.loads((path / "store.json").read_text())
+    change(manifest)
+    (path / "store.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match=r"store.json was altered after it was written \(.+\)"):
+        open_store(path)
+
+
+def test_an_unfinished_store_is_no_folder_of_text(folder, tmp_path):
+    path = tmp_path / "store"
+    with pytest.raises(Interrupted):
+        preparation(folder, stopped=lambda: (path / "progress.json").exists()).into(path)
+    with pytest.raises(DataError, match="is a store that is not finished: give the same"):
+        list_inputs(str(path))

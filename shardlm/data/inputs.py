@@ -201,6 +201,11 @@ def _files(path: str) -> Iterator[tuple[str, str]]:
     """(name, path) of the files of a path or pattern, in order."""
     if os.path.isdir(path):
         found = sorted(_walk(path, _is_wanted, _visible))
+        if not found and os.path.exists(os.path.join(path, "progress.json")):
+            raise DataError(
+                f"data.sources: {path} is a store that is not finished: give the same shardlm "
+                "prepare command again"
+            )
         if not found:
             raise _no_text(path, os.path.join(path, "**", "*.log"))
         yield from ((name, os.path.join(path, name)) for name in found)

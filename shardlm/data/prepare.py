@@ -25,6 +25,7 @@ from shardlm.data.inputs import Input
 from shardlm.data.readers import Chunk, Reading, parse, read_chunks
 from shardlm.data.stopping import Interrupted, Progress, result_of, unless_stopped, unseen
 from shardlm.data.store import (
+    COUNTS,
     FORMAT,
     MANIFEST,
     TOKENIZER,
@@ -43,7 +44,7 @@ from shardlm.data.tokenizer import (
     Tokenizer,
     from_json,
 )
-from shardlm.data.tokenizing import COUNTS, Tokenized, tokenize
+from shardlm.data.tokenizing import Tokenized, tokenize
 from shardlm.data.workers import Workers
 from shardlm.files import Occupied, lock, replace_text
 

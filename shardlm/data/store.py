@@ -31,6 +31,8 @@ from shardlm.files import replace_bytes
 FORMAT = "shardlm-store-1"
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
+COUNTS = ("empty", "skipped", "replaced")
+"""Of documents that are not in a store as they were."""
 BLOCK = 1 << 16
 """Bytes of ids that share a checksum."""
 CHECKED_AT_ONCE = 1 << 28
@@ -151,11 +153,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
                 "prepare the store again"
             )
         return dict(found)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(
             f"{path} is no finished store ({error.strerror}: {file.name}): finish it with "
             "shardlm prepare"
         ) from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read ({error.strerror}): make it readable") from None
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, DataError):
             raise
@@ -190,8 +194,8 @@ def open_store(path: str | Path) -> Store:
             f"ids are stored as {dtype.name}: restore the file, or prepare the store again"
         )
     shards, lengths, hashes = [], [], []
-    for said in manifest["shards"]:
-        shard, sizes, of_text = _open_shard(path, ShardInfo(**said), dtype)
+    for info in _described(path, manifest, tokenizer):
+        shard, sizes, of_text = _open_shard(path, info, dtype)
         shards.append(shard)
         lengths.append(sizes)
         hashes.append(of_text)
@@ -208,6 +212,26 @@ def open_store(path: str | Path) -> Store:
             if len(shard.ids):
                 shard.check(0, len(shard.ids) - 1)
     return store
+
+
+def _described(path: Path, manifest: Mapping[str, Any], tokenizer: Tokenizer) -> list[ShardInfo]:
+    """The shards of a manifest in which all agrees."""
+    try:
+        shards = [ShardInfo(**said) for said in manifest["shards"]]
+        counts = {name: int(manifest[name]) for name in COUNTS}
+        named = [f"{i:05}" for i in range(len(shards))]
+        expected = manifest_of(shards, tokenizer, counts, manifest["key"])
+        odd = [name for name, value in expected.items() if manifest[name] != value]
+        if [shard.name for shard in shards] != named or not shards:
+            odd.append("shards")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        odd = [f"{type(error).__name__}: {error}".partition("\n")[0]]
+    if odd:
+        raise DataError(
+            f"{path / MANIFEST} was altered after it was written ({', '.join(odd)}): restore it, "
+            "or prepare the store again"
+        )
+    return shards
 
 
 def _open_shard(path: Path, info: ShardInfo, dtype: np.dtype) -> tuple[Shard, Any, Any]:
@@ -228,7 +252,14 @@ def _open_shard(path: Path, info: ShardInfo, dtype: np.dtype) -> tuple[Shard, An
                 f"{file} has {found} bytes and was written with {size}: restore it, or prepare the "
                 "store again"
             )
-    data = index.read_bytes()
+    try:
+        data = index.read_bytes()
+        # A plain array over the map: slices of numpy's own memmap cost ten times as much.
+        ids = np.asarray(np.memmap(tokens, dtype, "r") if info.tokens else np.zeros(0, dtype))
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} cannot be read ({error.strerror}): make it readable"
+        ) from None
     if blake2b(data, digest_size=16).hexdigest() != info.index:
         raise DataError(
             f"{index} was altered after it was written: restore it, or prepare the store again"
@@ -237,10 +268,6 @@ def _open_shard(path: Path, info: ShardInfo, dtype: np.dtype) -> tuple[Shard, An
     hashes = np.frombuffer(data, "<u8", info.documents, 4 * info.documents)
     # Copied, or they would keep all of the index in memory.
     crcs = np.frombuffer(data, "<u4", blocks, 12 * info.documents).copy()
-    ids: np.ndarray = np.zeros(0, dtype)
-    if info.tokens:
-        # A plain array over the map: slices of numpy's own memmap cost ten times as much.
-        ids = np.asarray(np.memmap(tokens, dtype, "r"))
     return Shard(tokens, ids, crcs), lengths, hashes
 
 

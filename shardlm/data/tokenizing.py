@@ -11,7 +11,6 @@ from shardlm.data.readers import Chunk, Document, Parsed, Reading, parse
 from shardlm.data.store import id_dtype
 from shardlm.data.tokenizer import Tokenizer
 
-COUNTS = ("empty", "skipped", "replaced")
 _BLOCK = 1 << 22
 """Ids of an array that are looked at together, so that memory stays level."""
 
@@ -23,7 +22,7 @@ class Tokenized(NamedTuple):
     lengths: np.ndarray
     hashes: np.ndarray
     counts: tuple[int, int, int]
-    """See `COUNTS`."""
+    """See `shardlm.data.store.COUNTS`."""
 
 
 def tokenize(chunk: Chunk, reading: Reading, tokenizer: Tokenizer) -> Tokenized:
