@@ -154,6 +154,24 @@ def test_in_the_middle(workers, do, status, message, folder, tokenizer, whole, t
     assert contents(store) == whole
 
 
+def test_ctrl_c_while_the_workers_start(folder, tokenizer, tmp_path):
+    """None of them says anything of it."""
+    before = """
+from shardlm.data import workers
+spawned = workers.ThreadPoolExecutor
+def interrupted(number):
+    os.killpg(0, signal.SIGINT)
+    return spawned(number)
+workers.ThreadPoolExecutor = interrupted
+# Nobody ends them before they have begun.
+close = workers.Workers.close
+workers.Workers.close = lambda self: (time.sleep(1), close(self))
+"""
+    process = start(arguments(tmp_path / "store", folder, tokenizer, 3), before=before)
+    assert process.communicate(timeout=60) == ("", STOPPED.format(2))
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize("call", ["replace", "fsync"])
 def test_a_full_disk_at_each_write_in_turn(call, tmp_path, monkeypatch):
     """Every write goes through these calls; the n-th one fails."""
