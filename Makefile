@@ -4,7 +4,7 @@
 #   make test  [ARGS="-k mesh"]         lint, types, tests; ARGS are added to pytest's
 #   make setup                          only .venv (make setup-dev: with the tools of make test)
 #
-# PYTHON=/path/to/python chooses the Python of .venv; EXTRAS=cuda (or tpu, tensorboard) adds extras.
+# PYTHON=/path/to/python chooses the Python of .venv; EXTRAS=cuda (or tpu, hf, parquet, ...) adds extras.
 
 PYTHON ?=
 EXTRAS ?=

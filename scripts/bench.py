@@ -1,4 +1,4 @@
-"""Measure the engine against a step written by hand: `python scripts/bench.py step`."""
+"""Measure the engine: `python scripts/bench.py step` or `data`."""
 
 from shardlm.cli import bench, leave, run
 

@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from errno import EDQUOT, EFBIG, EIO, ENOSPC
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardlm.arguments import override, parse_config, parse_options
 from shardlm.config import Config, ConfigError
 from shardlm.options import (
     MESH_KEYS,
     BenchOptions,
+    DescribeOptions,
     EvaluateOptions,
     GenerateOptions,
     PrepareOptions,
@@ -79,6 +80,31 @@ def prepare(argv: Sequence[str]) -> int:
     return 0
 
 
+def data(argv: Sequence[str]) -> int:
+    """Show what a model will see of its text: `data describe CONFIGURATION`."""
+    usage = "usage: shardlm data describe CONFIGURATION [--html FILE] [--KEY VALUE]..."
+    if list(argv) in (["-h"], ["--help"]):
+        print(f"{usage}\n\n{_about(data)}")
+        return 0
+    if not argv or argv[0] != "describe":
+        print(usage, file=sys.stderr)
+        return 2
+    keys = ("data.", "train.", "model.", "mesh.", "run.seed", "run.simulate_devices")
+
+    def parse(argv: Sequence[str]) -> tuple[DescribeOptions, dict[str, Any]]:
+        return parse_options(DescribeOptions, keys, argv, "data describe", _about(data), files=True)
+
+    options, _ = parse(argv[1:])
+    # Now that it is known, the file comes first, so that flags win wherever they stand.
+    options, values = parse(["--config", options.configuration, *argv[1:]])
+    config = override(Config(), values)
+    validate(config)
+    from shardlm.describe import describe_data
+
+    describe_data(options, config)
+    return 0
+
+
 def generate(argv: Sequence[str]) -> int:
     """Continue texts with a trained model."""
     options, mesh = parse_options(GenerateOptions, MESH_KEYS, argv, "generate", _about(generate))
@@ -110,15 +136,23 @@ def bench(argv: Sequence[str]) -> int:
     """Measure the engine; a table and, as the last line, one JSON object."""
     options, _ = parse_options(BenchOptions, (), argv, "bench", _about(bench))
     from shardlm.bench.report import print_figures
-    from shardlm.bench.step import bench_step
 
-    print_figures(options.name, bench_step(options))
+    if options.name == "step":
+        from shardlm.bench.step import bench_step
+
+        figures = bench_step(options)
+    else:
+        from shardlm.bench.data import bench_data
+
+        figures = bench_data(options)
+    print_figures(options.name, figures)
     return 0
 
 
 VERBS = {
     "train": train,
     "prepare": prepare,
+    "data": data,
     "generate": generate,
     "evaluate": evaluate,
     "bench": bench,

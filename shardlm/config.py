@@ -200,9 +200,9 @@ class DataConfig:
     """Lengths of rows with padded_buckets: T, T/2, T/4, ..."""
     batch_tokens: int | None = None
     """Places of an update, padding among them, instead of train.batch: a multiple of `length`."""
-    balance: Literal["none", "tokens", "work"] = "work"
+    balance: Literal["none", "tokens", "work", "dynamic"] = "work"
     """How the rows of an update are dealt to devices: in their order, or so that the tokens of
-    each, or its work (attention counted), are level."""
+    each, its work (attention counted), or with dynamic its time by measured speeds, are level."""
     validation: float = 0.1
     """Share of the text kept for validation."""
     split: Literal["documents", "tail"] = "documents"

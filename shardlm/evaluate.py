@@ -6,6 +6,7 @@ from typing import Any
 
 from shardlm.config import ConfigError
 from shardlm.data import load_data
+from shardlm.observe import Progress
 from shardlm.options import EvaluateOptions
 from shardlm.train.evaluate import make_evaluate
 from shardlm.train.trained import open_trained
@@ -23,7 +24,7 @@ def evaluate_run(options: EvaluateOptions, mesh: Mapping[str, Any]) -> dict[str,
       CheckpointError: as `open_trained`.
     """
     trained = open_trained(options.run_dir, mesh, options.step)
-    data = load_data(trained.engine.config)
+    data = load_data(trained.engine.config, display=Progress)
     if data.validation is None:
         raise ConfigError(f"{options.run_dir} has no validation text: its data.validation is 0")
     if trained.metadata.get("data") != data.fingerprint:

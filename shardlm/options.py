@@ -20,6 +20,10 @@ class EvaluateOptions:
     """Checkpoint to use; default: the newest."""
 
 
+MOST_IDS = 2**24
+"""Of a tokenizer: more than any that is used, and some gigabytes while it is trained."""
+
+
 @dataclass(frozen=True)
 class TokenizerOptions:
     """A tokenizer made from the text."""
@@ -29,6 +33,10 @@ class TokenizerOptions:
     vocab: int = 8192
     """Ids of the tokenizer that is trained, at most."""
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocab <= MOST_IDS:
+            raise ConfigError(f"tokenizer.vocab is {self.vocab}: it must be from 1 to {MOST_IDS}")
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
@@ -37,7 +45,8 @@ class PrepareOptions:
     store: str
     """Directory of the store; the same command goes on where it was interrupted."""
     workers: int = 0
-    """Processes that tokenize; 0: one for each core."""
+    """Processes that tokenize; 0: as many as are fastest (one for bytes and characters, and for the
+    library tokenizers on few cores, where its threads do it; else one for each core)."""
     tokenizer: TokenizerOptions = TokenizerOptions()
     """A tokenizer made from the text."""
 
@@ -46,22 +55,48 @@ class PrepareOptions:
             raise ConfigError(f"workers is {self.workers}: it must be from 0 to 1024")
 
 
+BENCHES = {
+    "step": ("bytes", "micro_batches", "vocabulary_32k"),
+    "data": ("loader", "prepare", "balance", "waiting", "opening"),
+}
+"""The parts of each benchmark."""
+
+
+@dataclass(frozen=True)
+class DescribeOptions:
+    """Whose data to describe, and where to."""
+
+    configuration: str
+    """YAML file of a run; flags win over it."""
+    html: str | None = None
+    """File for the same page as HTML, with whole rows."""
+
+
 @dataclass(frozen=True)
 class BenchOptions:
     """What to measure."""
 
-    name: Literal["step"]
-    """step: the update against one written by hand, on one device."""
+    name: Literal["step", "data"]
+    """step: the update against one written by hand, on one device; data: what feeds it."""
     rounds: int = 10
-    """Pairs timed, one after the other."""
+    """How often what is timed is repeated; what takes long, a third as often."""
     every: bool = False
-    """Choose among all 16 forms of the hand-written step, else among 5 (a quarter of the time)."""
-    only: Literal["all", "bytes", "micro_batches", "vocabulary_32k"] = "all"
-    """One workload of the table."""
+    """Of step: choose among all 16 forms of the hand-written step, else among 5 (a quarter of the
+    time)."""
+    only: str = "all"
+    """One part. Of step: bytes, micro_batches, vocabulary_32k; of data: loader, prepare, balance,
+    waiting, opening."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.rounds < 2**31:
             raise ConfigError(f"rounds is {self.rounds}: it must be at least 2, for quartiles")
+        parts = ("all", *BENCHES[self.name])
+        if self.only not in parts:
+            raise ConfigError(
+                f"only is {self.only!r}: with {self.name} it must be one of {', '.join(parts)}"
+            )
+        if self.every and self.name != "step":
+            raise ConfigError(f"every is true: it is of step alone; leave it out with {self.name}")
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ def test_usage(capsys):
         cli.main(["--help"])
     assert end.value.code == 0
     output = capsys.readouterr().out
-    for verb in ("train", "generate", "evaluate", "bench"):
+    for verb in cli.VERBS:
         assert re.search(rf"^  {verb} +\w", output, re.MULTILINE)
         assert (ROOT / "scripts" / f"{verb}.py").is_file()
     code = "from shardlm.cli import main; main(['trian'])"

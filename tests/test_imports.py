@@ -13,7 +13,7 @@ ORDER = [
     {"parallel"},
     {"model", "data", "optim", "checkpoint", "observe"},
     {"train"},
-    {"plan", "bench", "evaluate", "generate", "prepare"},
+    {"plan", "bench", "describe", "evaluate", "generate", "prepare"},
     {"cli"},
 ]
 """Parts of the package; each may import those of the lines before, none of its own line."""

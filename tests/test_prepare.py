@@ -221,3 +221,28 @@ def test_two_at_once(folder, tmp_path):
     finally:
         os.close(held)
     assert preparation(folder).into(path).manifest["documents"] == 40
+
+
+@pytest.mark.parametrize(
+    "files", [("thesis.tex",), ("tokenizer.json",), ("progress.json", "x.txt")]
+)
+def test_a_folder_of_something_else_is_refused_and_stays_as_it_is(files, folder, tmp_path):
+    """Also one with names that a store has too."""
+    path = tmp_path / "mine"
+    path.mkdir()
+    for name in files:
+        (path / name).write_text('{"mine": 1}')
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    with pytest.raises(DataError, match=r"name another directory") as error:
+        preparation(folder).into(path)
+    assert str(path) in str(error.value)
+    assert {p.name: p.read_bytes() for p in path.iterdir() if p.name != ".lock"} == before
+
+
+def test_empty_documents_of_arrays_are_counted(tmp_path):
+    """With and without the end of a document, which is id 256."""
+    np.save(tmp_path / "stream.npy", np.array([5, 256, 256, 6, 256], np.uint16))
+    np.save(tmp_path / "rows.npy", np.array([[256], [65]], np.uint16))
+    store = preparation(tmp_path).into(tmp_path / "store")
+    assert store.lengths.tolist() == [2, 2, 2]
+    assert store.manifest["empty"] == 2

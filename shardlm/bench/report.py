@@ -3,9 +3,13 @@
 import json
 import os
 import platform
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+Say = Callable[[str], None]
+"""Shows a line, or a table."""
 
 
 class Table:

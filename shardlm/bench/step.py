@@ -3,7 +3,6 @@
 import gc
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlm.bench.reference import Form, Shape, forms, make_step, nearest_forms
-from shardlm.bench.report import Table
+from shardlm.bench.report import Say, Table
 from shardlm.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
 from shardlm.mesh import make_mesh
 from shardlm.options import BenchOptions
@@ -111,7 +110,7 @@ def _tokens(shape: Shape) -> jax.Array:
     return jnp.asarray(values, jnp.int32)
 
 
-def best_form(shape: Shape, rounds: int, every: bool, say: Callable[[str], None]) -> Form:
+def best_form(shape: Shape, rounds: int, every: bool, say: Say) -> Form:
     """The fastest form of the reference by its best time in a few updates.
 
     Args:
@@ -129,7 +128,7 @@ def best_form(shape: Shape, rounds: int, every: bool, say: Callable[[str], None]
     return min(times, key=lambda form: times[form])
 
 
-def bench_step(options: BenchOptions, say: Callable[[str], None] = print) -> dict[str, Any]:
+def bench_step(options: BenchOptions, say: Say = print) -> dict[str, Any]:
     """Compare engine and reference on each workload.
 
     The ratio is the median over rounds of reference seconds over engine seconds, each pair timed

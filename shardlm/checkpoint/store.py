@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers as managers
 
 from shardlm.checkpoint.checksum import checksums
 
-FORMAT = "shardlm-2"
+FORMAT = "shardlm-3"
 
 _STEP = re.compile(r"0|[1-9]\d*")
 _OURS = re.compile(r"[._].*|\d+\.(broken|orbax-checkpoint-tmp.*)")

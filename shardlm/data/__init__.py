@@ -59,6 +59,8 @@ class Data:
     fingerprint: str
     """Digest of the ids of all sources, their boundaries and the tokenizer. A run that is resumed
     with another one would not continue the same sequence of batches."""
+    stores: tuple[Store, ...]
+    """Of each source."""
 
     def summary(self) -> str:
         """A line for each split and one for the tokenizer, for the start of a run."""
@@ -109,6 +111,7 @@ def load_data(
         validation=ValidationLoader(validation, length=data.length) if data.validation else None,
         tokenizer=tokenizer,
         fingerprint=blake2b(parts.encode(), digest_size=16).hexdigest(),
+        stores=tuple(stores),
     )
 
 

@@ -6,17 +6,17 @@ dealt such that all have as many rows and, as far as the rows allow, as much wor
 the same set of rows: only the order of summation changes.
 """
 
-import json
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from heapq import heapify, heappop, heapreplace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64, Int64, Integer
 
 from shardlm.config import ModelConfig
-from shardlm.data.errors import DataError
 
 LEVEL = 1.005
 """Heaviest over mean from which on no more rows are swapped."""
@@ -24,6 +24,8 @@ SWAPS_A_DEVICE = 16
 """Bound of the swaps."""
 AVERAGE = 0.05
 """Weight of the newest update in the measured speeds: they remember about 20 updates."""
+FASTEST = 2.0
+"""Bound of a device's speed over the median of all."""
 HYSTERESIS = 0.03
 """Relative change of a measured speed from which on it is taken up."""
 
@@ -66,16 +68,15 @@ class WorkModel:
 
     def rows(
         self,
+        row: Int64[np.ndarray, "segments"],
         sizes: Integer[np.ndarray, "segments"],
-        starts: Int64[np.ndarray, "rows_and_1"],
         row_length: Int64[np.ndarray, "rows"],
     ) -> Float64[np.ndarray, "rows"]:
-        """Work of rows: of row i the segments `sizes[starts[i] : starts[i + 1]]`, and of all its
+        """Work of rows: of the segments of `sizes` that row number `row` has, and of all its
         positions `per_token`, as padding goes through the matrices too."""
-        count = np.diff(starts)
-        row = np.repeat(np.arange(len(count)), count)
-        padding = row_length - np.bincount(row, sizes, len(count))
-        return np.bincount(row, self.pieces(sizes), len(count)) + self.per_token * padding
+        count = len(row_length)
+        padding = row_length - np.bincount(row, sizes, count)
+        return np.bincount(row, self.pieces(sizes), count) + self.per_token * padding
 
 
 def imbalance(work: Float64[np.ndarray, "devices"]) -> float:
@@ -87,9 +88,10 @@ def imbalance(work: Float64[np.ndarray, "devices"]) -> float:
 def deal(
     work: Sequence[Float64[np.ndarray, "_"]],
     ways: int,
-    speeds: Float64[np.ndarray, "devices"] | None = None,
+    speeds: Sequence[float] | None = None,
+    rows: Int64[np.ndarray, "shapes devices"] | None = None,
 ) -> list[Int64[np.ndarray, "_"]]:
-    """Orders of the rows of which the d-th of `ways` equal parts go to device d.
+    """Orders of the rows in which those of device 0 come first, then those of device 1, ...
 
     Longest processing time first (Graham, SIAM J. Appl. Math. 17, 1969): in falling order of work,
     each row goes to the device that would be done first and has a row of that shape to get. Then
@@ -97,71 +99,83 @@ def deal(
     above `LEVEL` of the mean. Deterministic; of equal rows and devices, the first is taken.
 
     Args:
-      work: of the rows of each shape, positive; their number a multiple of `ways`.
+      work: of the rows of each shape, positive.
       ways: devices. One gets the rows as they are.
-      speeds: of the devices, positive: what is levelled is work over speed.
+      speeds: of the devices, positive: what is levelled is work over speed. Default: all alike.
+      rows: how many rows of each shape each device gets. Default: as many as any other.
 
     Returns:
       For each shape a permutation. The rows of a device are in falling order of work, so that its
       k-th micro-batch meets like work on the other devices.
     """
-    assert all(len(w) % ways == 0 for w in work), ([len(w) for w in work], ways)
     assert speeds is None or len(speeds) == ways, (speeds, ways)
     if ways == 1:
         return [np.arange(len(w)) for w in work]
-    speed = np.ones(ways) if speeds is None else speeds
+    if rows is None:
+        assert all(len(w) % ways == 0 for w in work), ([len(w) for w in work], ways)
+        rows = np.array([[len(w) // ways] * ways for w in work])
+    speed = np.ones(ways) if speeds is None else np.array(speeds)
     loads = np.zeros(ways)
     # Shapes with much work first; those with little fill the gaps.
-    hands: list[np.ndarray] = [np.zeros((ways, 0), np.int64) for _ in work]
+    hands: list[list[np.ndarray]] = [[] for _ in work]
     for shape in sorted(range(len(work)), key=lambda i: -work[i].sum()):
-        hands[shape] = _greedy(work[shape], loads, speed)
-        loads += work[shape][hands[shape]].sum(axis=1)
-    _swap(work, hands, loads, speed)
-    return [_falling(w, hand).reshape(-1) for w, hand in zip(work, hands, strict=True)]
+        hands[shape] = _greedy(work[shape], loads, speed, rows[shape])
+        loads += [np.add.reduce(work[shape][hand]) for hand in hands[shape]]
+    if _swap(work, hands, loads, speed):
+        hands = [[_falling(w, hand) for hand in each] for w, each in zip(work, hands, strict=True)]
+    return [np.concatenate(of_devices) for of_devices in hands]
 
 
 def _falling(work: np.ndarray, hand: np.ndarray) -> np.ndarray:
-    """`hand` with each device's rows in falling order of work, equal ones by number."""
-    hand = np.sort(hand, axis=1)
-    return np.take_along_axis(hand, np.argsort(-work[hand], axis=1, kind="stable"), axis=1)
+    """`hand` in falling order of work, equal ones by number."""
+    hand = np.sort(hand)
+    return hand[np.argsort(-work[hand], kind="stable")]
 
 
-def _greedy(work: np.ndarray, loads: np.ndarray, speed: np.ndarray) -> np.ndarray:
-    """Rows [devices, rows a device], for devices that have `loads` already."""
-    ways, each = len(loads), len(work) // len(loads)
-    hand: list[list[int]] = [[] for _ in range(ways)]
-    slow = (1 / speed).tolist()
-    queue = [(load * s, d) for d, (load, s) in enumerate(zip(loads.tolist(), slow, strict=True))]
+def _greedy(
+    work: np.ndarray, loads: np.ndarray, speed: np.ndarray, rows: np.ndarray
+) -> list[np.ndarray]:
+    """Rows of each device, `rows` of them in falling order of work, equal ones by number, for
+    devices that have `loads` already."""
+    hands: list[list[int]] = [[] for _ in loads]
+    slow, left = (1 / speed).tolist(), rows.tolist()
+    queue = [
+        (load * s, d)
+        for d, (load, s, n) in enumerate(zip(loads.tolist(), slow, left, strict=True))
+        if n
+    ]
     heapify(queue)
     order = np.argsort(-work, kind="stable")
     for row, w in zip(order.tolist(), work[order].tolist(), strict=True):
         time, device = queue[0]
-        hand[device].append(row)
-        if len(hand[device]) < each:
+        hands[device].append(row)
+        left[device] -= 1
+        if left[device]:
             heapreplace(queue, (time + w * slow[device], device))
         else:
             heappop(queue)
-    return np.array(hand, np.int64).reshape(ways, each)
+    return [np.array(hand, np.int64) for hand in hands]
 
 
 def _swap(
-    work: Sequence[np.ndarray], hands: list[np.ndarray], loads: np.ndarray, speed: np.ndarray
-) -> None:
-    """Swap rows of the slowest device, in place, as `deal` says."""
+    work: Sequence[np.ndarray], hands: list[list[np.ndarray]], loads: np.ndarray, speed: np.ndarray
+) -> bool:
+    """Swap rows of the slowest device, in place, as `deal` says; whether any were."""
     level = LEVEL * loads.sum() / speed.sum()
-    for _ in range(SWAPS_A_DEVICE * len(loads)):
+    for swaps in range(SWAPS_A_DEVICE * len(loads)):
         times = loads / speed
+        if times.max() <= level:
+            return swaps > 0
         order = np.argsort(times, kind="stable").tolist()
         slowest = order.pop()
-        if times[slowest] <= level or not any(
-            _swap_pair(work, hands, loads, speed, slowest, other) for other in order
-        ):
-            return
+        if not any(_swap_pair(work, hands, loads, speed, slowest, other) for other in order):
+            return swaps > 0
+    return True
 
 
 def _swap_pair(
     work: Sequence[np.ndarray],
-    hands: list[np.ndarray],
+    hands: list[list[np.ndarray]],
     loads: np.ndarray,
     speed: np.ndarray,
     a: int,
@@ -180,78 +194,113 @@ def _swap_pair(
         return False
     shape, i, j = swap
     hand = hands[shape]
-    moved = work[shape][hand[a, i]] - work[shape][hand[b, j]]
+    moved = work[shape][hand[a][i]] - work[shape][hand[b][j]]
     loads[a] -= moved
     loads[b] += moved
-    hand[a, i], hand[b, j] = hand[b, j], hand[a, i]
+    hand[a][i], hand[b][j] = hand[b][j], hand[a][i]
     return True
+
+
+def deal_micro_batches(
+    counts: Sequence[int], speeds: Sequence[float], most: int
+) -> Int64[np.ndarray, "shapes devices"]:
+    """How many micro-batches of each shape each device makes, where devices need not make as many
+    as one another: each goes to the device that would then be done first.
+
+    Args:
+      counts: micro-batches of each shape a device, if all made as many; one at least in all.
+      speeds: of the devices, positive.
+      most: that a device makes, of all shapes; at least as many as the sum of `counts`.
+
+    Returns:
+      In sum over devices `counts` times the devices. Every device makes one at least, since one
+      that made none would never be measured again.
+    """
+    ways = len(speeds)
+    made = np.zeros((len(counts), ways), np.int64)
+    total = [0] * ways
+    queue = [(0.0, d) for d in range(ways)]
+    for shape, count in enumerate(counts):
+        for _ in range(count * ways):
+            _, device = queue[0]
+            made[shape, device] += 1
+            total[device] += 1
+            if total[device] < most:
+                heapreplace(queue, ((total[device] + 1) / speeds[device], device))
+            else:
+                heappop(queue)
+    return made
 
 
 @dataclass(frozen=True)
 class Speeds:
     """Relative speeds of devices, of mean 1, learnt from how long they took.
 
-    `shares`: in use, for `deal`. `measured`: the moving average, which is taken over as a whole
-    once one of its speeds is more than `HYSTERESIS` off the one in use: noise must not deal the
-    rows otherwise at every update.
+    `measured`: the moving average. `decisions`: (update, speeds): the updates from that one on are
+    dealt by these speeds. The average is taken over as a whole once one of its speeds is more than
+    `HYSTERESIS` off the last decision: noise must not deal the rows otherwise at every update.
     """
 
-    shares: tuple[float, ...]
     measured: tuple[float, ...]
+    decisions: tuple[tuple[int, tuple[float, ...]], ...]
 
     @classmethod
     def level(cls, ways: int) -> "Speeds":
         """All of `ways` devices alike, before anything is measured."""
-        return cls((1.0,) * ways, (1.0,) * ways)
+        return cls((1.0,) * ways, ((0, (1.0,) * ways),))
 
-    def update(self, seconds: Sequence[float], work: Sequence[float]) -> "Speeds":
+    def at(self, step: int) -> tuple[float, ...]:
+        """The speeds by which an update is dealt: `now` of the last `update`, or a later one."""
+        found = [speeds for start, speeds in self.decisions if start <= step]
+        assert found, (step, self.decisions)
+        return found[-1]
+
+    def update(
+        self, seconds: Sequence[float], work: Sequence[float], now: int, start: int
+    ) -> "Speeds":
         """The speeds after one more update.
 
-        It is work over time that is averaged: a device that stalls once loses at most `AVERAGE` of
-        its speed, however long it stalls.
+        It is work over time that is averaged, and at most `FASTEST` times what is usual for the
+        devices: one odd measurement changes a speed by some `AVERAGE`, whichever way it is off.
 
         Args:
           seconds: that each device computed, without waiting for the others.
           work: that it had, in any unit.
+          now: the update that comes next: what was decided for earlier ones only is forgotten.
+          start: the first update that is not prepared yet, at which a decision can begin.
 
         Raises:
           ValueError: not one of each for each device, or one that is not positive and finite.
         """
         for name, values in (("seconds", seconds), ("work", work)):
-            if len(values) != len(self.shares) or not all(0 < v < math.inf for v in values):
+            if len(values) != len(self.measured) or not all(0 < v < math.inf for v in values):
                 raise ValueError(
-                    f"{name} of the devices is {list(values)}: it must be {len(self.shares)} "
+                    f"{name} of the devices is {list(values)}: it must be {len(self.measured)} "
                     "positive, finite numbers; leave out the update that was not measured whole"
                 )
         rates = [w / s for w, s in zip(work, seconds, strict=True)]
-        mean = math.fsum(rates) / len(rates)
-        measured = tuple(
-            m + AVERAGE * (r / mean - m) for m, r in zip(self.measured, rates, strict=True)
-        )
-        changes = [abs(m / s - 1) for m, s in zip(measured, self.shares, strict=True)]
-        return Speeds(measured if max(changes) > HYSTERESIS else self.shares, measured)
+        usual = statistics.median(rates)
+        averages = [
+            m + AVERAGE * (min(r / usual, FASTEST) - m)
+            for m, r in zip(self.measured, rates, strict=True)
+        ]
+        mean = math.fsum(averages) / len(averages)
+        measured = tuple(average / mean for average in averages)
+        last = self.decisions[-1][1]
+        decisions = self.decisions
+        if max(abs(m / s - 1) for m, s in zip(measured, last, strict=True)) > HYSTERESIS:
+            decisions = (*decisions, (start, measured))
+        used = max(i for i, (first, _) in enumerate(decisions) if first <= now or i == 0)
+        return Speeds(measured, decisions[used:])
 
-    def to_json(self) -> str:
+    def to_json(self) -> dict[str, Any]:
         """What `from_json` makes equal speeds of, to the last bit."""
-        return json.dumps(asdict(self))
+        return asdict(self)
 
     @classmethod
-    def from_json(cls, text: str) -> "Speeds":
-        """The speeds that `to_json` wrote.
-
-        Raises:
-          DataError: not such a text.
-        """
-        try:
-            stored = {name: tuple(values) for name, values in json.loads(text).items()}
-            speeds = cls(**stored)
-            valid = all(0 < v < math.inf for v in speeds.shares + speeds.measured)
-            if valid and len(speeds.shares) == len(speeds.measured) > 0:
-                return speeds
-            problem = "not as many positive numbers of both kinds"
-        except (ValueError, AttributeError, TypeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        raise DataError(
-            f"the stored speeds of the devices cannot be read ({problem}): restore the file that "
-            "the run wrote"
+    def from_json(cls, stored: Mapping[str, Any]) -> "Speeds":
+        """The speeds that `to_json` wrote."""
+        return cls(
+            tuple(stored["measured"]),
+            tuple((start, tuple(speeds)) for start, speeds in stored["decisions"]),
         )

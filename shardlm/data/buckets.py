@@ -19,7 +19,8 @@ class Buckets(NamedTuple):
     """
 
     counts: Any
-    """int32 [S]: the micro-batches of each part that are run, from its first on; at most K_s."""
+    """int32 [S]: the micro-batches of each part that are run, from its first on; at most K_s. With
+    `data.balance` dynamic int32 [W, S]: those that each device runs."""
     parts: tuple[Mapping[str, Any], ...]
     """A flat batch for each length. What the micro-batches that are not run hold is of no
     consequence."""

@@ -36,6 +36,7 @@ from shardlm.data.store import (
     read_manifest,
     write_shard,
 )
+from shardlm.data.subwords import SubwordTokenizer
 from shardlm.data.tokenizer import (
     BytesTokenizer,
     CharactersTokenizer,
@@ -48,6 +49,9 @@ from shardlm.files import Occupied, lock, replace_text
 
 SHARD_TOKENS = 1 << 25
 """A shard is closed by the chunk with which it has this many ids."""
+THREADS = 4
+"""Cores up to which threads are used. What is done to a text before and after its pieces are looked
+up is done by one thread, some tenth of the work."""
 _LOCK, _PROGRESS = ".lock", "progress.json"
 
 
@@ -70,7 +74,7 @@ class Preparation:
     def key(self) -> str:
         """Digest of all that decides what the store will hold."""
         settings = self.tokenizer.fingerprint(), str(self.shard_tokens)
-        return digest(self.inputs, self.reading, settings, self.stopped)
+        return digest(self.inputs, self.reading, settings, self.stopped, self.progress)
 
     def into(self, path: Path, wait: bool = False) -> Store:
         """Make the store, or finish it; one that is there is opened.
@@ -120,8 +124,8 @@ class Preparation:
             }
             replace_text(path / _PROGRESS, json.dumps(state))
 
+        save()  # First: a directory that has it is ours.
         replace_text(path / TOKENIZER, self.tokenizer.to_json())
-        save()
         chunks = read_chunks(self.inputs, self.reading, self.tokenizer.end_of_document)
         for chunk in islice(chunks, chunks_done):
             if self.stopped():
@@ -186,6 +190,7 @@ def digest(
     reading: Reading,
     settings: Sequence[str],
     stopped: Callable[[], bool] = lambda: False,
+    progress: Progress = unseen,
 ) -> str:
     """Hexadecimal digest of what the inputs hold, how they are read, and `settings`.
 
@@ -193,7 +198,7 @@ def digest(
       DataError: one cannot be read.
       Interrupted: `stopped`.
     """
-    contents = unless_stopped(lambda: [found.content for found in inputs], stopped)
+    contents = unless_stopped(lambda: [found.content for found in inputs], stopped, progress)
     parts = [
         FORMAT,
         repr((reading.field, reading.errors, *settings)),
@@ -220,6 +225,7 @@ def owned(
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise DataError(f"{path} is a file: name a directory for the store") from None
+    _refuse_foreign(path)
     while True:
         try:
             descriptor = lock(path / _LOCK)
@@ -236,6 +242,17 @@ def owned(
         yield
     finally:
         os.close(descriptor)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse a directory that holds something else than a store, before it gets a file."""
+    if is_store(path) or (path / _PROGRESS).exists():
+        return
+    if others := {p.name for p in path.iterdir()} - {_LOCK, f".{_PROGRESS}.tmp"}:
+        raise DataError(
+            f"{path} is not empty and no store (it has {', '.join(sorted(others)[:3])}): name "
+            "another directory"
+        )
 
 
 def tokenizer_left(path: Path, made_from: str) -> Tokenizer | None:
@@ -272,16 +289,12 @@ def _progress_of(path: Path, mark: str, value: str) -> dict[str, Any]:
         found = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
         same, started = found[mark] == value, bool(found["shards"])
     except FileNotFoundError:
-        others = {p.name for p in path.iterdir()} - {_LOCK, TOKENIZER, f".{TOKENIZER}.tmp"}
-        ours = {f"00000.{kind}" for kind in ("tokens", "index")}
-        if others - ours - {f".{name}.tmp" for name in (*ours, MANIFEST, _PROGRESS)}:
-            raise DataError(
-                f"{path} is not empty and no store (it has {', '.join(sorted(others)[:3])}): name "
-                "another directory"
-            ) from None
         return {}
     except (ValueError, KeyError, TypeError):
-        return {}
+        raise DataError(
+            f"{path / _PROGRESS} is not what an unfinished preparation leaves: name another "
+            "directory, or remove it"
+        ) from None
     if same:
         return dict(found)
     if started:
@@ -315,9 +328,13 @@ def texts(
 
 def workers_for(tokenizer: Tokenizer, asked: int = 0) -> int:
     """Processes that tokenize: as many as asked for, or one for each core. Bytes and characters
-    are tokenized faster than they are sent to another process."""
+    are tokenized faster than they are sent to another process, and up to `THREADS` cores the
+    threads of the library tokenizers are faster than processes."""
     if isinstance(tokenizer, BytesTokenizer | CharactersTokenizer):
         return 1
-    if hasattr(os, "sched_getaffinity"):
-        return asked or len(os.sched_getaffinity(0))
-    return asked or os.cpu_count() or 1
+    if asked:
+        return asked
+    # A process may be given fewer cores than there are.
+    there = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1
+    return 1 if isinstance(tokenizer, SubwordTokenizer) and cores <= THREADS else cores

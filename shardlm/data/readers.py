@@ -23,7 +23,7 @@ from shardlm.data.inputs import BOM, Input
 from shardlm.data.opening import from_hub, is_url, opened, reported, require
 from shardlm.data.tables import columns
 
-TARGET_BYTES = 1 << 22
+TARGET_BYTES = 1 << 19
 """Of a chunk; one line or file may be larger."""
 _LOOK_AHEAD = 1 << 20
 """Ids of a stream that are searched at once for an end."""
@@ -97,16 +97,18 @@ def read_chunks(
         something else than text in it.
     """
     files: list[Input] = []
+    size = 0
     for found in inputs:
         if found.kind == "text":
             files.append(found)
-            if sum(f.size for f in files) >= target_bytes or len(files) >= 1024:
+            size += found.size
+            if size >= target_bytes or len(files) >= 1024:
                 yield _whole(files)
-                files = []
+                files, size = [], 0
             continue
         if files:
             yield _whole(files)
-            files = []
+            files, size = [], 0
         if found.kind == "rows":
             yield from _cut_lines(found, target_bytes)
         elif found.kind == "array":

@@ -108,7 +108,10 @@ def lay_out(tokens: Tokens, segments: Segments, rows: int, length: int) -> Batch
         # Where each segment stands in the arrays, as if rows were laid end to end.
         at = ranges(segments.row * length + begins - begins[first_of_row], size)
         for key, values in found.items():
-            found[key] = np.full(rows * length, -1 if key == "targets" else 0, np.int32)
+            # Of zeros that nobody reads, the system makes no memory.
+            room = rows * length
+            empty = np.full(room, -1, np.int32) if key == "targets" else np.zeros(room, np.int32)
+            found[key] = empty
             found[key][at] = values
     return {key: values.reshape(rows, length) for key, values in found.items()}
 

@@ -235,7 +235,8 @@ def _open_shard(path: Path, info: ShardInfo, dtype: np.dtype) -> tuple[Shard, An
         )
     lengths = np.frombuffer(data, "<u4", info.documents)
     hashes = np.frombuffer(data, "<u8", info.documents, 4 * info.documents)
-    crcs = np.frombuffer(data, "<u4", blocks, 12 * info.documents)
+    # Copied, or they would keep all of the index in memory.
+    crcs = np.frombuffer(data, "<u4", blocks, 12 * info.documents).copy()
     ids: np.ndarray = np.zeros(0, dtype)
     if info.tokens:
         # A plain array over the map: slices of numpy's own memmap cost ten times as much.

@@ -134,10 +134,19 @@ class CharactersTokenizer(Tokenizer):
 
     @classmethod
     def of(cls, texts: Iterable[str]) -> "CharactersTokenizer":
-        """The tokenizer of exactly the characters that occur in `texts`."""
+        """The tokenizer of exactly the characters that occur in `texts`.
+
+        Raises:
+          DataError: none does.
+        """
         occurs = np.zeros(0x110000, bool)
         for text in texts:
             occurs[_code_points(text)] = True
+        if not occurs.any():
+            raise DataError(
+                "data.tokenizer is characters and data.sources have no text to take them from "
+                "(stores and arrays are ids already): leave data.tokenizer out, or give text"
+            )
         return cls("".join(map(chr, np.flatnonzero(occurs))))
 
     @property

@@ -34,12 +34,15 @@ def tokenize(chunk: Chunk, reading: Reading, tokenizer: Tokenizer) -> Tokenized:
     """
     parsed = parse(chunk, reading)
     dtype = id_dtype(tokenizer.vocab_size)
-    pieces, lengths, hashes = [], [], []
+    pieces, lengths, hashes, empty = [], [], [], parsed.empty
     around = [
         np.array([special], dtype) if special is not None else np.zeros(0, dtype)
         for special in (tokenizer.start_of_document, tokenizer.end_of_document)
     ]
     for ids, digest in _documents(parsed, tokenizer):
+        if not len(ids):
+            empty += 1
+            continue
         pieces += [around[0], ids.astype(dtype), around[1]]
         lengths.append(len(ids) + len(around[0]) + len(around[1]))
         hashes.append(digest)
@@ -47,7 +50,7 @@ def tokenize(chunk: Chunk, reading: Reading, tokenizer: Tokenizer) -> Tokenized:
         np.concatenate(pieces) if pieces else np.zeros(0, dtype),
         np.array(lengths, np.int64),
         np.array(hashes, np.uint64),
-        (parsed.empty, parsed.skipped, parsed.replaced),
+        (empty, parsed.skipped, parsed.replaced),
     )
 
 
@@ -87,10 +90,12 @@ def _checked(document: Document, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
             )
         if document.stream and end is not None:
             cuts.append(np.flatnonzero(part == end) + at + 1)
-    for part in np.split(ids, np.concatenate(cuts) if cuts else []):
+    parts = np.split(ids, np.concatenate(cuts) if cuts else [])
+    if document.stream and not len(parts[-1]):
+        parts.pop()  # Behind the last end.
+    for part in parts:
         if start is not None and len(part) and part[0] == start:
             part = part[1:]
         if end is not None and len(part) and part[-1] == end:
             part = part[:-1]
-        if len(part):
-            yield part
+        yield part

@@ -27,7 +27,7 @@ class _Worker(NamedTuple):
 
 
 class Workers:
-    """So many processes, each with a thread here that hands it one chunk after the other.
+    """So many processes, and as many threads here, each of which hands a chunk to an idle process.
 
     `concurrent.futures.ProcessPoolExecutor` cannot be told to leave its work, and a process of it
     outlives a parent that was killed. One of these ends when its pipe does.
@@ -49,9 +49,12 @@ class Workers:
                 # The tokenizer is sent by the pipe, from a thread: it may be large, and to start a
                 # process with more than it reads at once waits for ever if it dies.
                 process = context.Process(target=_serve, args=(there, reading), daemon=True)
+                self._workers.append(_Worker(process, here))
                 process.start()
                 there.close()
-                self._workers.append(_Worker(process, here))
+        except BaseException:
+            self._end()
+            raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._threads = ThreadPoolExecutor(number)
@@ -92,15 +95,24 @@ class Workers:
         for worker in self._workers:
             worker.process.kill()
         self._threads.shutdown(cancel_futures=True)
+        self._end()
+
+    def _end(self) -> None:
         for worker in self._workers:
-            worker.process.join()
+            # The last one may not have started.
+            if worker.process.pid is not None:
+                worker.process.kill()
+                worker.process.join()
             worker.connection.close()
 
 
 def _lost(process: multiprocessing.process.BaseProcess) -> WorkerLost:
     process.join(timeout=5)
-    code = process.exitcode or 0
-    how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
+    code = process.exitcode
+    if code is None:
+        how = "does not answer"
+    else:
+        how = f"was ended by signal {-code}" if code < 0 else f"ended with status {code}"
     why = " (the system does that when memory runs out)" if code == -signal.SIGKILL else ""
     return WorkerLost(
         f"process {process.pid}, which tokenized, {how}{why}: the shards that are finished are "

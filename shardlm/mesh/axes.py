@@ -96,6 +96,12 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
             f"train.micro_batch is {config.micro_batch} and {named} split it {ways} ways: it must "
             f"be a multiple of {ways} ({nearest_divisible(config.micro_batch, ways)} would do)"
         )
+    if config.data.balance == "dynamic" and config.mesh.shard_params == "all" and sizes["data"] > 1:
+        raise ConfigError(
+            "data.balance is dynamic and mesh.shard_params all, with which every micro-batch waits "
+            "for all devices, so that none can make more of them than another: set "
+            "mesh.shard_params optimizer or none, or data.balance work"
+        )
     check_model(config.model, sizes, config.mesh.shard_params)
 
 

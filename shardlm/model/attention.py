@@ -87,9 +87,9 @@ def choose_implementation(
             )
         if length % 2:
             raise ConfigError(
-                f"model.attention is cudnn and rows are {length} tokens (data.length, padded to "
-                "divide over mesh.model): its gradient with a mask takes an even number; use "
-                "another length, or auto, xla or blockwise"
+                f"model.attention is cudnn and rows are {length} tokens (data.length, or a length "
+                "of data.buckets, padded to divide over mesh.model): its gradient with a mask "
+                "takes an even number; use another length, or auto, xla or blockwise"
             )
     return "blockwise" if model.attention == "auto" else model.attention
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,11 @@ def update_record(
     tokens_per_second: float,
     mfu: float | None,
     balance: float,
+    balance_run: float,
+    source_tokens: Sequence[int],
+    epochs: Sequence[float],
+    device_seconds: Sequence[float] | None,
+    device_speeds: Sequence[float] | None,
     skipped: bool,
 ) -> dict[str, Any]:
     """The line of one update.
@@ -45,7 +50,14 @@ def update_record(
       data_seconds: of them, those in which the host waited for the batch.
       tokens_per_second: loss tokens of this update over `seconds`.
       mfu: model FLOPs over the peak of the devices; None where the peak is unknown.
-      balance: estimated work of the busiest device over the mean: 1 where all have the same.
+      balance: estimated time of the busiest device (its work; over its measured speed, if devices
+        are dealt by that) over the mean: 1 where all are done at once.
+      balance_run: the same over all updates so far, each counted by its mean.
+      source_tokens: loss tokens of each source since the beginning of the run.
+      epochs: how often each source has been read: its `source_tokens` over those of an epoch.
+      device_seconds: that the devices of each share of the batch computed, without waiting; None
+        where that is not measured.
+      device_speeds: by which the update was dealt to them, of mean 1; None likewise.
       skipped: whether the update was left out: a gradient was not finite, or no row had a target.
     """
     return {
@@ -59,6 +71,11 @@ def update_record(
         "tokens_per_second": float(tokens_per_second),
         "mfu": None if mfu is None else float(mfu),
         "balance": float(balance),
+        "balance_run": float(balance_run),
+        "source_tokens": list(source_tokens),
+        "epochs": list(epochs),
+        "device_seconds": None if device_seconds is None else list(device_seconds),
+        "device_speeds": None if device_speeds is None else list(device_speeds),
         "skipped": int(skipped),
     }
 
@@ -159,7 +176,7 @@ class Fetched:
 
     step: int
     values: dict[str, Any]
-    """Python numbers."""
+    """Python numbers, or lists of them."""
     seconds: float
     """From the end of the update before, or from `start`, to the end of this one."""
 
@@ -196,7 +213,7 @@ class DelayedMetrics:
         if self._pending is None:
             return None
         (step, metrics), self._pending = self._pending, None
-        values = {name: array.item() for name, array in metrics.items()}
+        values = {name: array.tolist() for name, array in metrics.items()}
         now = self._clock()
         seconds, self._last = now - self._last, now
         return Fetched(step, values, seconds)

@@ -1,5 +1,6 @@
 """Progress of work on text, on standard error: a bar on a terminal, else a line now and then."""
 
+import math
 import os
 import sys
 import threading
@@ -57,8 +58,11 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        with self._lock:
+            # A thread that is left alone may still report.
+            self._next = math.inf
+            if self._bar is not None:
+                self._bar.stop()
 
     def __call__(self, stored_bytes: int, tokens: int) -> None:
         """So many more are done. From any thread; both are 0 to say that the work goes on."""

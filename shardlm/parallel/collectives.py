@@ -14,6 +14,7 @@ arXiv 1910.02054; sequence-split tensor parallelism: Korthikanti et al., arXiv 2
   `reduce_gradients` 2(N-1)/N of the leaves that are whole over an axis, (N-1)/N of those gathered
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -121,6 +122,16 @@ class Parallel:
         """Sum over the axes that split the examples."""
         axes = self.active(BATCH_AXES)
         return jax.lax.psum(x, axes) if axes else x
+
+    def list_examples(self, x: Array) -> Array:
+        """One scalar a device, as an array [ways] with an entry for each share of the batch, in the
+        order of the batch: the largest over the devices of `model`. Equal, and typed so, on all
+        devices."""
+        axes = self.active(BATCH_AXES)
+        ways = math.prod(self.size(axis) for axis in axes)
+        x = self.max_model(_vary(x, set(self.active(("model",)))))
+        place = self.index(*BATCH_AXES)
+        return self.sum_examples(match_varying(jnp.zeros(ways, x.dtype), x).at[place].set(x))
 
     def varying(self, tree: Any, axes: tuple[str, ...] = AXES) -> Any:
         """The same values, typed as varying on all of these axes.

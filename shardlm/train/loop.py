@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import numpy as np
 from jax.errors import JaxRuntimeError
 
 from shardlm.checkpoint import CheckpointStore, SaveError, SavePolicy
@@ -101,8 +102,8 @@ class Fed(NamedTuple):
 
     seconds: float
     """That the host waited for it."""
-    balance: float
-    """See `update_record`."""
+    update: Update
+    """Without its arrays."""
 
 
 class _Run:
@@ -119,7 +120,6 @@ class _Run:
     ) -> None:
         self.engine, self.config = engine, engine.config
         self.start, self.data, self.store = start, start.data, store
-        self.data.train.deal_to(batch_ways(engine.mesh.shape))
         self.commands, self.stop, self.started = commands, stop, started
         self.console = Console(
             self.config.train.steps,
@@ -132,6 +132,8 @@ class _Run:
         self.eval_loss: float | None = None
         self.consecutive = 0
         """Updates skipped since the last good one."""
+        self.nothing_to_predict = False
+        """In the last update."""
         self.delayed = DelayedMetrics()
         self.fed: dict[int, Fed] = {}
         """Of the updates whose metrics are not fetched yet."""
@@ -140,19 +142,25 @@ class _Run:
     def go(self) -> int:
         start, config, say, pool = self.start, self.config, self.console.say, self.pool
         say(describe(self.engine, start.data))
-        first, self.tokens = find_position(start, config, self.store, say)
+        first, self.tokens, self.account, speeds = find_position(start, config, self.store, say)
+        ways = batch_ways(self.engine.mesh.shape)
+        if speeds is not None and len(speeds.measured) != ways:
+            say(f"the speeds of {len(speeds.measured)} devices are forgotten: there are {ways} now")
+            speeds = None
+        self.data.train.deal_to(ways, speeds)
         if first == config.train.steps and not self._evaluation_missing(first):
             write_config(start, config, first, 0, say)
             say(f"this run has finished: all its {first:,} updates are made")
+            say(self.account.describe(self.data.train))
             say(how_to_go_on(self.engine, start.directory, self.commands))
             return 0
-        updates: Any = self.data.train.iterate(first)
+        updates = self.data.train.iterate(first)
         with contextlib.closing(updates):
             # Each takes seconds. XLA cannot be interrupted, so this thread only waits.
             drawn = pool.submit(next, updates)
             try:
                 ready = self._wait(
-                    pool.submit(self._state, first), pool.submit(self._compile), drawn
+                    pool.submit(self._state, first), pool.submit(self._compile, first), drawn
                 )
             finally:
                 # A generator cannot be closed while it runs.
@@ -171,10 +179,11 @@ class _Run:
             return self.store.restore(first, self.engine.abstract)
         return new_state(self.engine)
 
-    def _compile(self) -> Any:
+    def _compile(self, first: int) -> Any:
         """The update, compiled."""
-        batch = jax.eval_shape(lambda: self.data.train.at(0).batch)
-        step = make_train_step(self.engine, buckets=len(self.data.train.shapes) > 1)
+        # Of the next one: by which speeds earlier ones were dealt is forgotten.
+        batch = jax.eval_shape(lambda: self.data.train.at(first).batch)
+        step = make_train_step(self.engine, buckets=self.data.train.buckets)
         return step.lower(self.engine.abstract, batch).compile()
 
     def _wait(self, *futures: Future[Any]) -> list[Any] | None:
@@ -189,7 +198,7 @@ class _Run:
     def _updates(self, first: int, state: State, step: Any, updates: Iterator[Update]) -> int:
         steps, keep = self.config.train.steps, self.config.checkpoint
         policy = SavePolicy(keep.every_steps, keep.every_minutes)
-        sharding = batch_sharding(self.engine, buckets=len(self.data.train.shapes) > 1)
+        sharding = batch_sharding(self.engine, buckets=self.data.train.buckets)
         done, saved_step, saved_at = first, first, time.monotonic()
         self.consecutive = int(state["opt"].consecutive)
         if self._evaluation_missing(first):
@@ -200,7 +209,7 @@ class _Run:
             waited = time.perf_counter()
             update = next(updates)
             batch = jax.device_put(update.batch, sharding)
-            self.fed[done + 1] = Fed(time.perf_counter() - waited, imbalance(update.work))
+            self.fed[done + 1] = Fed(time.perf_counter() - waited, update._replace(batch={}))
             state, metrics = step(state, batch)
             done += 1
             self._record(self.delayed.push(done, metrics))
@@ -217,6 +226,10 @@ class _Run:
                     saved_step, saved_at = done, time.monotonic()
         self._record(self.delayed.flush())
         self._end(done, state)
+        self.console.say(self.account.describe(self.data.train))
+        if self.data.train.dynamic:
+            speeds = self.data.train.speeds.at(done)
+            self.console.say(f"speeds      {' '.join(f'{speed:.2f}' for speed in speeds)}")
         if self.stop.signal:
             return self._stopped(done)
         self.console.say(how_to_go_on(self.engine, self.start.directory, self.commands))
@@ -230,8 +243,13 @@ class _Run:
         self.tokens += values["tokens"]
         self.consecutive = values["consecutive"]
         skipped = self.consecutive > 0
+        self.nothing_to_predict = values["tokens"] == 0
         per_second = values["tokens"] / fetched.seconds
         fed = self.fed.pop(fetched.step)
+        self.account = self.account.add(fed.update)
+        device_seconds = values.get("device_seconds")
+        if device_seconds is not None:
+            self._learn_speeds(fetched.step, device_seconds, fed.update.work)
         record = update_record(
             step=fetched.step,
             loss=values["loss"],
@@ -242,7 +260,12 @@ class _Run:
             data_seconds=fed.seconds,
             tokens_per_second=per_second,
             mfu=mfu(per_second * self.per_token, list(self.engine.mesh.devices.flat)),
-            balance=fed.balance,
+            balance=imbalance(fed.update.time),
+            balance_run=self.account.balance,
+            source_tokens=self.account.tokens,
+            epochs=self.account.epochs(self.data.train),
+            device_seconds=device_seconds,
+            device_speeds=fed.update.speeds,
             skipped=skipped,
         )
         self.writer.write(record)
@@ -250,8 +273,24 @@ class _Run:
         if self.consecutive >= self.config.optim.max_skipped:
             self._fail(fetched.step)
 
+    def _learn_speeds(self, step: int, seconds: list[float], work: np.ndarray) -> None:
+        """Deal later updates by how long each device took for update `step`. Which ones depends on
+        the step only, and all processes have the same figures, so that they deal alike."""
+        train = self.data.train
+        if not all(0 < value < math.inf for value in seconds):
+            return  # Nothing to do, or a device failed.
+        # Updates are counted from 0 by the loader: `step` is the next one.
+        start = step + 1 + train.ahead
+        train.speeds = train.speeds.update(seconds, work.tolist(), now=step, start=start)
+
     def _fail(self, step: int) -> NoReturn:
-        """End a run whose gradients stay NaN or infinite."""
+        """End a run whose updates are skipped again and again."""
+        if self.nothing_to_predict:
+            raise TrainingError(
+                f"update {step} had no token to predict, and {self.consecutive - 1} before it were "
+                "skipped too: the first token of a document is not predicted, and most documents "
+                "have no other. Give longer ones, a larger batch, or use data.packing best_fit"
+            )
         optim = self.config.optim
         cause = f"lower optim.learning_rate ({optim.learning_rate:g})"
         if self.consecutive == step:
@@ -293,7 +332,13 @@ class _Run:
         except SaveError as error:
             self.console.say(f"{error}; saving update {step} now")
         try:
-            metadata = {"tokens": self.tokens, "data": self.data.fingerprint}
+            train = self.data.train
+            metadata = {
+                "tokens": self.tokens,
+                "data": self.data.fingerprint,
+                "account": self.account.to_json(),
+                "speeds": train.speeds.to_json() if train.dynamic else None,
+            }
             self.store.save(step, state, metadata, wait=last)
         except SaveError as error:
             if last:

@@ -5,9 +5,11 @@ from typing import NamedTuple
 
 from shardlm.checkpoint import CheckpointStore
 from shardlm.config import Config, ConfigError
+from shardlm.data.balance import Speeds
 from shardlm.files import replace_text
 from shardlm.observe import RunDirectory, read_metrics
 from shardlm.optim import learning_rate
+from shardlm.train.account import Account
 from shardlm.train.setup import refuse_changes
 from shardlm.train.start import Start
 
@@ -15,10 +17,16 @@ Say = Callable[[str], None]
 
 
 class Position(NamedTuple):
-    """Updates made and loss tokens seen."""
+    """How far a run is."""
 
     step: int
+    """Updates made."""
     tokens: int
+    """Loss tokens seen."""
+    account: Account
+    """What was read for them."""
+    speeds: Speeds | None
+    """Of the devices that it ran on last, if they were measured."""
 
 
 def find_position(start: Start, config: Config, store: CheckpointStore, say: Say) -> Position:
@@ -40,7 +48,7 @@ def find_position(start: Start, config: Config, store: CheckpointStore, say: Say
     for step, why in store.broken().items():
         say(f"checkpoint {step} is passed over: {why}")
     if not first:
-        return Position(0, 0)
+        return Position(0, 0, Account.empty(start.data.train), None)
     if start.before is not None:
         refuse_changes(start.before, config)
     if first > config.train.steps:
@@ -55,7 +63,8 @@ def find_position(start: Start, config: Config, store: CheckpointStore, say: Say
             "the text to resume, or name another run.dir"
         )
     say(f"resuming after update {first:,}")
-    return Position(first, saved["tokens"])
+    speeds = saved["speeds"] and Speeds.from_json(saved["speeds"])
+    return Position(first, saved["tokens"], Account.from_json(saved["account"]), speeds)
 
 
 def write_config(start: Start, config: Config, first: int, skipped: int, say: Say) -> None:

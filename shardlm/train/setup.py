@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from shardlm.arguments import difference
 from shardlm.config import Config, ConfigError
 from shardlm.data import Data
+from shardlm.data.layout import row_lengths
 from shardlm.mesh import AxisRules, make_mesh, resolve_sizes, simulate_devices
 from shardlm.mesh.axes import batch_ways, check_axes, check_sizes
 from shardlm.mesh.shardings import bytes_per_device
@@ -84,10 +85,12 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, dtype=compute_dtype(config, platform))
     )
-    length = padded_length(config.data.length, mesh.shape["model"])
     # Devices without CUDA need not have the attribute.
     capability = str(getattr(device, "compute_capability", ""))
-    attention = choose_implementation(config.model, platform, length, capability)
+    # Each length is checked; the choice is the same for all.
+    for row in row_lengths(config.data):
+        length = padded_length(row, mesh.shape["model"])
+        attention = choose_implementation(config.model, platform, length, capability)
     rules = AxisRules.for_model(mesh.shape, config.model, config.mesh.shard_params)
     transformer = Transformer(config.model, config.data.length)
     optimizer = make_optimizer(config)

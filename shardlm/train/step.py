@@ -10,7 +10,8 @@ transformation means there what it means on one device.
 
 A batch has rows of one length, or `Buckets` of several: a loop over micro-batches for each length.
 The loops of buckets turn as often as the batch says, so that one program, compiled once, makes an
-update of any mixture of lengths.
+update of any mixture of lengths. With `data.balance` dynamic they turn as often as it says for each
+device, and the device's time in them is part of the metrics.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from shardlm.model.transformer import Params, Transformer
 from shardlm.optim import Guarded, accumulate, global_norm, learning_rate
 from shardlm.parallel.collectives import Parallel
 from shardlm.train.state import DROPOUT, State, shardings, specs
+from shardlm.train.stopwatch import read_clock, seconds_between
 
 Batch = Mapping[str, Array]
 """tokens, targets, segments, positions: int32 [batch, T]; rows: int32 [batch], the number of each
@@ -110,10 +112,12 @@ def padded_length(length: int, multiple: int) -> int:
 
 def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array], Any]:
     """A function of (params, batch, step) on global arrays: the mean gradient over the batch's
-    tokens, the sum of the negative log likelihoods, and the count of tokens."""
+    tokens, the sum of the negative log likelihoods, the count of tokens, and with `data.balance`
+    dynamic the seconds [ways] that each share of the batch took, else None."""
     config, rules = engine.config, engine.rules
     shard_params = config.mesh.shard_params
     once = shard_params == "optimizer"
+    timed = config.data.balance == "dynamic"
     par = Parallel(rules, gather_weights=shard_params == "all")
     param_specs = specs(engine.abstract["params"])
 
@@ -124,33 +128,41 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
         if once:
             weights = par.gather_tree(weights, param_specs, engine.dtype)
 
-        def micro_batch(_: Any, carry: Any) -> Any:
+        def micro_batch(turns: Array | int, turn: Any, carry: Any) -> Any:
             # The rows go round rather than being sliced at the loop's index: XLA fuses such a slice
             # into the loops over what depends on it, attention's masks for one, and on CPU does not
             # vectorize those.
-            (acc, nll, count), rows = carry
+            (acc, nll, count, ended), rows = carry
             grads, (nll_part, tokens) = jax.grad(partial(loss_sums, engine, par), has_aux=True)(
                 weights, {k: x[0] for k, x in rows.items()}, key
             )
-            sums = accumulate.add(acc, grads, tokens), nll + nll_part, count + tokens
+            acc = accumulate.add(acc, grads, tokens)
+            if timed:
+                # In the loop, whose end all that follows waits for.
+                last = turn == turns - 1
+                ended = jax.lax.cond(last, lambda: read_clock(acc.grads), lambda: ended)
+            sums = acc, nll + nll_part, count + tokens, ended
             return sums, {k: jnp.roll(x, -1, 0) for k, x in rows.items()}
 
         # The loss is equal on the devices of `model`, and typed so.
         examples = partial(par.varying, axes=BATCH_AXES)
         zero = accumulate.zeros_like_accumulated(weights)
-        sums = (
+        started: Any = read_clock(weights) if timed else None
+        sums: Any = (
             zero._replace(grads=par.varying(zero.grads), weight=examples(zero.weight)),
             examples(jnp.float32(0)),
             examples(jnp.int32(0)),
+            started,
         )
         for rows, turns in _loops(engine, batch):
-            sums, _ = jax.lax.fori_loop(0, turns, micro_batch, (sums, rows))
-        acc, nll, count = sums
+            sums, _ = jax.lax.fori_loop(0, turns, partial(micro_batch, turns), (sums, rows))
+        acc, nll, count, ended = sums
+        seconds = par.list_examples(seconds_between(started, ended)) if timed else None
         whole = accumulate.Accumulated(
             par.reduce_gradients(acc.grads, param_specs, gathered=once),
             par.sum_examples(acc.weight),
         )
-        return accumulate.mean(whole), par.sum_examples(nll), par.sum_examples(count)
+        return accumulate.mean(whole), par.sum_examples(nll), par.sum_examples(count), seconds
 
     def gradients(params: Params, batch: Batch | Buckets, step: Array) -> Any:
         batch_specs = _batch_specs(engine, isinstance(batch, Buckets))
@@ -159,7 +171,7 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
             local,
             mesh=engine.mesh,
             in_specs=(param_specs, batch_specs, whole),
-            out_specs=(param_specs, whole, whole),
+            out_specs=(param_specs, whole, whole, whole),
         )
         return run(params, batch, step)
 
@@ -171,7 +183,9 @@ def _loops(engine: Engine, batch: Batch | Buckets) -> list[tuple[Batch, Array | 
     those to run.
 
     With buckets that number is part of the batch. It is the same on all devices, and typed so: the
-    loops send, and a device that turned more often would wait for the others for ever.
+    loops send, and a device that turned more often would wait for the others for ever. With
+    `data.balance` dynamic each share of the batch has its own: then the loops send only over
+    `model`, among devices of one share.
     """
     positions = engine.config.micro_batch * engine.config.data.length
     here = positions // batch_ways(engine.mesh.shape)
@@ -185,7 +199,10 @@ def _loops(engine: Engine, batch: Batch | Buckets) -> list[tuple[Batch, Array | 
         return {k: x.reshape(n // rows, rows, *x.shape[1:]) for k, x in part.items()}
 
     if isinstance(batch, Buckets):
-        return [(cut(part), batch.counts[s]) for s, part in enumerate(batch.parts)]
+        counts = batch.counts
+        if engine.config.data.balance == "dynamic":
+            counts = counts.reshape(-1)  # Of this device: [1, S].
+        return [(cut(part), counts[s]) for s, part in enumerate(batch.parts)]
     rows = cut(batch)
     return [(rows, rows["tokens"].shape[0])]
 
@@ -195,28 +212,32 @@ def make_train_step(engine: Engine, buckets: bool = False) -> jax.stages.Wrapped
 
     Batches are flat, or `Buckets`: the one of them that `buckets` says.
 
-    Metrics are scalars: `loss` (nats a token, mean over the batch's targets), `grad_norm` (before
-    clipping), `tokens` (with a target, int32), `skipped` (updates skipped so far, int32) and
-    `consecutive` (of them, since the last good one), and `learning_rate` (of this update; of the
-    next one that is made if this one is skipped).
+    Metrics are scalars but for the last: `loss` (nats a token, mean over the batch's targets; NaN
+    if it has none), `grad_norm` (before clipping), `tokens` (with a target, int32), `skipped`
+    (updates skipped so far, int32) and `consecutive` (of them, since the last good one), and
+    `learning_rate` (of this update; of the next one that is made if this one is skipped). With
+    `data.balance` dynamic there is also `device_seconds` [ways]: how long the devices of each share
+    of the batch computed.
     """
     gradients = make_gradients(engine)
     schedule = learning_rate(engine.config)
 
     def train_step(state: State, batch: Batch | Buckets) -> tuple[State, dict[str, Array]]:
-        grads, nll, tokens = gradients(state["params"], batch, state["step"])
+        grads, nll, tokens, seconds = gradients(state["params"], batch, state["step"])
         norm = global_norm(grads)
         params, opt = engine.optimizer.apply(
             state["params"], state["opt"], grads, norm=norm, ok=tokens > 0
         )
         metrics = {
-            "loss": nll / jnp.maximum(tokens, 1),
+            "loss": nll / tokens,
             "grad_norm": norm,
             "tokens": tokens,
             "skipped": opt.skipped,
             "consecutive": opt.consecutive,
             "learning_rate": schedule(state["step"] + 1 - state["opt"].skipped),
         }
+        if seconds is not None:
+            metrics["device_seconds"] = seconds
         return State(params=params, opt=opt, step=state["step"] + 1), metrics
 
     whole = NamedSharding(engine.mesh, PartitionSpec())
@@ -263,4 +284,7 @@ def batch_sharding(engine: Engine, buckets: bool = False) -> Any:
 def _batch_specs(engine: Engine, buckets: bool = False) -> Any:
     # Of the first dimension only, since `rows` has no other.
     rows = engine.rules.spec(("batch",))
-    return Buckets(PartitionSpec(), rows) if buckets else rows  # type: ignore[arg-type]
+    if not buckets:
+        return rows
+    dynamic = engine.config.data.balance == "dynamic"
+    return Buckets(rows if dynamic else PartitionSpec(), rows)  # type: ignore[arg-type]

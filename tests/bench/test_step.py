@@ -12,6 +12,7 @@ from shardlm import cli
 from shardlm.bench import step as bench_step
 from shardlm.bench.reference import Form, Shape, init, make_step, nearest_forms
 from shardlm.mesh import make_mesh
+from shardlm.options import BENCHES
 from shardlm.train.setup import build_engine, new_state
 from shardlm.train.step import make_train_step
 
@@ -91,8 +92,8 @@ def test_the_last_line_is_json(monkeypatch, capsys):
     "flags, message",
     [
         ("step --rounds 1", "bench: rounds is 1: it must be at least 2, for quartiles"),
-        ("step --only byte", "bench: only is 'byte': it must be one of"),
-        ("stop", "bench: name is 'stop': it must be one of step; did you mean step?"),
+        ("step --only byte", "bench: only is 'byte': with step it must be one of"),
+        ("stop", "bench: name is 'stop': it must be one of step, data; did you mean step?"),
         ("", "bench: "),
     ],
 )
@@ -106,7 +107,4 @@ def test_mistakes(flags, message, capsys):
 
 
 def test_all_workloads_have_a_flag():
-    from shardlm.keys import kinds
-    from shardlm.options import BenchOptions
-
-    assert kinds(BenchOptions)["only"].name == "|".join(["all", *bench_step.WORKLOADS])
+    assert BENCHES["step"] == tuple(bench_step.WORKLOADS)

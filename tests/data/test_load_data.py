@@ -167,6 +167,14 @@ def test_too_little_text_is_refused(tmp_path):
             assert part in str(error.value)
 
 
+def test_a_weight_of_nothing_is_refused(folder, tmp_path_factory):
+    """By the source's name, since its one document is for validation."""
+    one = tmp_path_factory.mktemp("one") / "one.txt"
+    one.write_text("all of it is for validation")
+    with pytest.raises(DataError, match=r"one.txt has a weight and no document for training"):
+        load_data(make([folder, one], weights=(1.0, 1.0), validation=0.9))
+
+
 def test_the_summary_states_both_sides(folder):
     data = load_data(make([folder]))
     train, validation = data.train.summary(), data.validation.summary()

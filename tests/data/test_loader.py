@@ -13,7 +13,7 @@ import pytest
 
 from shardlm.config import Config, DataConfig, RunConfig, TrainConfig
 from shardlm.data import Buckets, Corpus, DataError, Loader, Share, ValidationLoader
-from shardlm.data.balance import WorkModel, imbalance
+from shardlm.data.balance import Speeds, WorkModel, imbalance
 
 WORK = WorkModel(100.0, 1.0, ((0, 1),))
 PACKINGS = ("concat", "best_fit", "none", "padded_buckets")
@@ -273,6 +273,20 @@ def test_fewer_rows_than_a_batch_are_refused(lengths, rows):
             loader_of([corpus_of(lengths)], length=longest + 1)
 
 
+@pytest.mark.parametrize("packing", ["best_fit", "none", "padded_buckets"])
+@pytest.mark.parametrize("lengths", [[24], [8, 8, 8], [20], [30, 2, 1, 1]])
+def test_what_a_refusal_of_packed_rows_says_helps(packing, lengths):
+    with pytest.raises(DataError, match=r"train\.batch is 8 and .*: give more text") as error:
+        loader_of([corpus_of(lengths)], batch=8, packing=packing)
+    if "only" in str(error.value):
+        rows = int(str(error.value).split("set train.batch to ")[1].split()[0])
+        with pytest.raises(DataError):
+            loader_of([corpus_of(lengths)], batch=rows + 1, packing=packing)
+        loader_of([corpus_of(lengths)], batch=rows, packing=packing)
+    else:
+        loader_of([corpus_of(lengths)], batch=2, packing=packing)
+
+
 @pytest.mark.parametrize("lengths", [[], [0], [1], [1, 1, 1]])
 def test_a_text_without_a_token_to_predict_is_refused(lengths):
     for make in (
@@ -289,3 +303,63 @@ def test_a_document_shorter_than_a_row_comes_once_an_epoch():
         batch = loader.at(step).batch
         assert (batch["segments"] > 0).sum() == 3
         assert (batch["targets"] >= 0).sum() == 2
+
+
+@pytest.mark.parametrize("balance", ["work", "dynamic"])
+def test_no_more_is_prepared_than_is_said(balance, monkeypatch):
+    """By which decisions of later updates are made in time."""
+    loader = small(prefetch=4, balance=balance)
+    asked = []
+    make = loader.several
+    monkeypatch.setattr(
+        loader,
+        "several",
+        lambda step, count, share: asked.append(step + count - 1) or make(step, count, share),
+    )
+    updates = loader.iterate()
+    for step in range(8):
+        next(updates)
+        time.sleep(0.05)  # As much as can be prepared meanwhile.
+        assert step + 1 < max(asked) + 1 <= step + 1 + loader.ahead
+    assert loader.ahead == 6 or balance == "work"
+    updates.close()
+
+
+def test_dynamic_rows_are_the_same_and_go_where_the_speeds_say():
+    """Those of `balance` work, from another number of micro-batches of each device."""
+    for packing in PACKINGS:
+        kwargs = {"packing": packing, "batch": 16, "ways": 2}
+        even, loader = small(**kwargs), small(balance="dynamic", **kwargs)
+        loader.deal_to(2, Speeds((1.5, 0.5), ((0, (1.0, 1.0)), (3, (1.5, 0.5)))))
+        for step in range(6):
+            expected, update = even.at(step), loader.at(step)
+            counts, parts = update.batch
+            assert counts.shape == (2, len(loader.shapes))
+            # Two micro-batches of each device; at 3:1 three and one.
+            assert counts.sum(1).tolist() == ([2, 2] if step < 3 else [3, 1])
+            assert update.tokens.tolist() == expected.tokens.tolist()
+            assert update.work.sum() == pytest.approx(expected.work.sum())
+            assert update.time.tolist() == pytest.approx(
+                (update.work / loader.speeds.at(step)).tolist()
+            )
+            used = []
+            for s, (shape, part) in enumerate(zip(loader.shapes, parts, strict=True)):
+                each = shape.rows // 2
+                for device in range(2):
+                    first = device * 4 * each
+                    used += part["tokens"][first : first + counts[device, s] * each].tolist()
+                    rest = part["targets"][first + counts[device, s] * each : first + 4 * each]
+                    assert (rest == -1).all()
+            parts = [expected.batch] if len(loader.shapes) == 1 else expected.batch.parts
+            counts = [2] if len(loader.shapes) == 1 else expected.batch.counts
+            given = []
+            for shape, part, count in zip(loader.shapes, parts, counts, strict=True):
+                rows = part["tokens"].reshape(2, 2 * shape.rows // 2, shape.length)
+                given += rows[:, : count * shape.rows // 2].reshape(-1, shape.length).tolist()
+            assert sorted(used) == sorted(given)
+            # Each process has its own devices.
+            for share in range(2):
+                alone = loader.at(step, Share(share, 2)).batch
+                assert equal({"counts": alone.counts}, {"counts": update.batch.counts[[share]]})
+                for part, whole in zip(alone.parts, update.batch.parts, strict=True):
+                    assert equal(part, {k: np.split(v, 2)[share] for k, v in whole.items()})

@@ -250,7 +250,7 @@ def test_cudnn_shapes_are_checked_before_tracing(head_dim, length, capability, m
 
 
 def test_cudnn_is_asked_about_rows_as_padded(monkeypatch):
-    """33 tokens on 2 devices of `model` are 34 in attention."""
+    """33 tokens on 2 devices of `model` are 34 in attention. Each length of a row counts."""
     asked = []
 
     def choose(model, platform, length, capability):
@@ -263,7 +263,10 @@ def test_cudnn_is_asked_about_rows_as_padded(monkeypatch):
             model=ModelConfig(vocab=256), mesh=MeshConfig(model=ways), data=DataConfig(length=33)
         )
         setup.build_engine(config, make_mesh(config.mesh))
-    assert asked == [("cpu", 33, ""), ("cpu", 34, "")]
+    data = DataConfig(length=36, packing="padded_buckets", buckets=3)
+    config = Config(model=ModelConfig(vocab=256), data=data)
+    setup.build_engine(config, make_mesh(config.mesh))
+    assert asked == [("cpu", n, "") for n in (33, 34, 9, 18, 36)]
 
 
 def test_blockwise_refuses_to_decode():

@@ -28,6 +28,11 @@ def record(step, **changes):
         "tokens_per_second": 400.0,
         "mfu": None,
         "balance": 1.0,
+        "balance_run": 1.0,
+        "source_tokens": (60 * step, 40 * step),
+        "epochs": (0.5 * step, 0.1 * step),
+        "device_seconds": None,
+        "device_speeds": None,
         "skipped": False,
     }
     return update_record(**(values | changes))
@@ -48,7 +53,8 @@ def test_a_line_has_the_keys_of_the_contract_and_is_there_at_once(path):
     (line,) = path.read_text().splitlines()
     assert list(json.loads(line)) == [
         *("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds"),
-        *("data_seconds", "tokens_per_second", "mfu", "balance", "skipped"),
+        *("data_seconds", "tokens_per_second", "mfu", "balance", "balance_run"),
+        *("source_tokens", "epochs", "device_seconds", "device_speeds", "skipped"),
     ]
     assert json.loads(line)["tokens"] == 2**40 + 1
     assert json.loads(line)["mfu"] is None

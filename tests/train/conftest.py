@@ -20,7 +20,7 @@ from shardlm.observe import RunDirectory, read_metrics
 from shardlm.train.setup import build_engine, build_mesh
 
 ROOT = Path(__file__).parents[2]
-TIMINGS = ("seconds", "data_seconds", "tokens_per_second", "mfu")
+TIMINGS = ("seconds", "data_seconds", "tokens_per_second", "mfu", "device_seconds")
 
 
 @pytest.fixture(scope="module")

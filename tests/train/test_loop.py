@@ -182,6 +182,27 @@ def test_a_run_that_made_no_update_is_a_failure(runs, tmp_path, capsys):
     assert CheckpointStore(tmp_path / "checkpoints").latest() is None
 
 
+def test_updates_with_nothing_to_predict_have_no_loss_and_end_the_run(runs, tmp_path, capsys):
+    """Documents of one character each but one, a row each: loss 0 would be a lie."""
+    text = tmp_path / "letters.jsonl"
+    text.write_text('{"text": "a"}\n{"text": "b"}\n' * 60 + '{"text": "ab"}\n')
+    flags = (
+        f"--data.sources {text} --data.split documents --data.validation 0 --data.packing none "
+        "--optim.max_skipped 3 --train.steps 9"
+    )
+    assert runs.train(tmp_path / "run", flags) == 1
+    error = capsys.readouterr().err
+    assert "had no token to predict, and 2 before it were skipped too" in error
+    assert "use data.packing best_fit" in error
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for record in records:
+        assert record["loss"] is None if record["skipped"] else record["loss"] > 0
+    assert [r["not_finite"] for r in records if r["skipped"]] == [{"loss": "nan"}] * (
+        sum(r["skipped"] for r in records)
+    )
+    assert [r["skipped"] for r in records[-3:]] == [1, 1, 1]
+
+
 def test_a_last_update_that_is_skipped_loses_nothing(runs, tmp_path, monkeypatch, capsys):
     """It left the parameters as they were; the evaluation after it says that they are sound."""
     compile_ = loop._Run._compile

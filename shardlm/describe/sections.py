@@ -1,0 +1,235 @@
+"""The figures as tables of text, which the terminal and the HTML page both show."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardlm.data.describe import Balance, Description, Lengths, Packing, Source
+from shardlm.data.loader import Summary
+from shardlm.data.shown import ShownRow, ShownSegment, visible
+
+
+class Bar(NamedTuple):
+    """A cell with a bar in it."""
+
+    share: float
+    """Of the longest one, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table; its first column is a name, the others are numbers. All text is printable."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str | Bar, ...], ...]
+    marked: int | None = None
+    """The row of what is configured."""
+    notes: tuple[str, ...] = ()
+
+
+def sections(found: Description, dealt: str) -> list[Section]:
+    """All tables in their order.
+
+    Args:
+      dealt: a note on where `found.ways` comes from.
+    """
+    return [
+        _sources(found),
+        _splits(found),
+        _lengths(found.lengths, found.training.documents),
+        _packings(found.packings, found.training.documents),
+        _updates(found),
+        *_balances(found, dealt),
+    ]
+
+
+def _sources(found: Description) -> Section:
+    notes = [f"tokenizer {visible(found.tokenizer)}, {found.vocab_size:,} ids"]
+    notes += _odd(found.sources)
+    epochs = found.steps / found.updates_per_epoch
+    notes.append(
+        f"{found.steps:,} updates are {_epochs(epochs)} epochs of all places, "
+        f"{found.steps * found.places:,} places"
+    )
+    return Section(
+        "Sources",
+        ("source", "documents", "tokens", "bytes a token", "share", "epochs", "tokens read"),
+        tuple(
+            (
+                visible(s.name),
+                f"{s.documents:,}",
+                f"{s.tokens:,}",
+                "unknown" if s.bytes_per_token is None else f"{s.bytes_per_token:.2f}",
+                f"{s.share:.1%}",
+                _epochs(s.epochs),
+                f"{round(s.epochs * s.training_tokens):,}",
+            )
+            for s in found.sources
+        ),
+        notes=tuple(notes),
+    )
+
+
+def _odd(sources: tuple[Source, ...]) -> Iterator[str]:
+    whats = {
+        "empty": "without text, left out",
+        "skipped": "left out, not being UTF-8",
+        "replaced": "with U+FFFD for what was not UTF-8",
+    }
+    for source in sources:
+        counts = {name: getattr(source, name) for name in whats}
+        said = [f"{_count(n, 'document')} {whats[name]}" for name, n in counts.items() if n]
+        if said:
+            yield f"{visible(source.name)}: {', '.join(said)}"
+    if not any(s.empty + s.skipped + s.replaced for s in sources):
+        yield "no document was empty, left out or changed"
+
+
+def _splits(found: Description) -> Section:
+    splits: dict[str, Summary | None] = {
+        "training": found.training,
+        "validation": found.validation,
+    }
+    tokens = sum(s.tokens for s in splits.values() if s)
+    return Section(
+        "Splits",
+        ("split", "documents", "tokens", "share", "predicted", "rows"),
+        tuple(
+            (
+                name,
+                f"{s.documents:,}",
+                f"{s.tokens:,}",
+                f"{s.tokens / tokens:.1%}",
+                f"{s.loss_tokens:,}",
+                f"{s.rows:,}",
+            )
+            for name, s in splits.items()
+            if s
+        ),
+        notes=() if found.validation else ("nothing is kept for validation",),
+    )
+
+
+def _lengths(lengths: Lengths, documents: int) -> Section:
+    tokens = sum(c.tokens for c in lengths.classes)
+    most = max(c.documents for c in lengths.classes), max(c.tokens for c in lengths.classes)
+    rows = tuple(
+        (
+            f"{c.least:,} to {2 * c.least - 1:,}" if c.least > 1 else "1",
+            f"{c.documents:,}",
+            f"{c.documents / documents:.1%}",
+            Bar(c.documents / most[0]),
+            f"{c.tokens / tokens:.1%}",
+            Bar(c.tokens / most[1]),
+        )
+        for c in lengths.classes
+    )
+    names = {0: "shortest", 50: "median", 100: "longest"}
+    said = [f"{names.get(p, f'{p}%')} {n:,}" for p, n in lengths.percentiles.items()]
+    return Section(
+        "Lengths of training documents, in tokens",
+        ("tokens", "documents", "share", "", "of all tokens", ""),
+        rows,
+        notes=(
+            f"{', '.join(said)}; mean {lengths.mean:,.1f}",
+            f"longer than a row: {_count(lengths.longer, 'document')}, "
+            f"{lengths.longer / documents:.1%}",
+        ),
+    )
+
+
+def _packings(packings: tuple[Packing, ...], documents: int) -> Section:
+    problems = tuple(f"{p.name} cannot be: {visible(p.problem)}" for p in packings if p.problem)
+    return Section(
+        "Packings, an epoch of each",
+        ("data.packing", "waste", "documents cut", "rows", "updates", "row lengths"),
+        tuple(
+            (p.name, "-", "-", "-", "-", "-")
+            if p.problem
+            else (
+                p.name,
+                f"{p.waste:.2%}",
+                f"{p.cut / documents:.1%}",
+                f"{p.rows:,}",
+                f"{p.updates:,.1f}",
+                ", ".join(f"{shape.length:,}" for shape in p.shapes),
+            )
+            for p in packings
+        ),
+        marked=next(i for i, p in enumerate(packings) if p.configured),
+        notes=(
+            "waste: places that hold no token, or one that data.overlap repeats; documents cut: "
+            "those in more than one row (concat cuts at other places in every epoch)",
+            *problems,
+        ),
+    )
+
+
+def _updates(found: Description) -> Section:
+    (configured,) = (p for p in found.packings if p.configured)
+    return Section(
+        "An update",
+        ("micro-batch", "places", "an update"),
+        tuple(
+            (str(shape), f"{shape.places:,}", f"{count:.2f}")
+            for shape, count in zip(configured.shapes, found.micro_batches, strict=True)
+        ),
+        notes=(
+            f"{found.predicted:,.1f} of the {found.places:,} places of an update predict a token "
+            f"(mean of {found.sampled:,} updates of the run)",
+            f"{found.updates_per_epoch:,.1f} updates an epoch",
+        ),
+    )
+
+
+def _balances(found: Description, dealt: str) -> list[Section]:
+    if not found.balances:
+        return [Section("Balance", (), (), notes=(dealt,))]
+
+    def row(balance: Balance) -> tuple[str, ...]:
+        return balance.name, f"{balance.mean:.4f}", f"{balance.worst:.4f}"
+
+    return [
+        Section(
+            f"Balance over {found.ways} devices: work of the heaviest over the mean",
+            ("data.balance", "mean", "worst"),
+            tuple(map(row, found.balances)),
+            marked=next(i for i, b in enumerate(found.balances) if b.configured),
+            notes=(
+                dealt,
+                f"estimated FLOPs, attention counted, in {found.sampled:,} updates of the run",
+            ),
+        )
+    ]
+
+
+def row_title(row: ShownRow) -> str:
+    """What stands above a row."""
+    return (
+        f"update {row.update:,}, row {row.number:,} of {row.rows:,}: {row.length:,} places, "
+        f"{row.predicted:,} of them predict; {_count(len(row.segments), 'segment')}, "
+        f"{row.padding:,} of padding"
+    )
+
+
+def segment_title(segment: ShownSegment, number: int) -> str:
+    """What there is to say of the `number`-th segment of a row."""
+    ends = "the document ends" if segment.ends else "the document goes on in another row"
+    places = f"{_count(segment.places, 'place')}, {segment.predicted:,} predict"
+    return f"segment {number:,}: {places}; {ends}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _epochs(value: float) -> str:
+    return f"{value:,.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+MASK = (
+    "Each place predicts the token after it; the marked ones predict nothing: where a document "
+    "ends, and where a piece repeats the one before it. A segment sees nothing of the others."
+)
+"""How to read the rows."""
