@@ -154,12 +154,30 @@ def test_in_the_middle(workers, do, status, message, folder, tokenizer, whole, t
     assert contents(store) == whole
 
 
+def test_ctrl_c_while_the_workers_start(folder, tokenizer, tmp_path):
+    """None of them says anything of it."""
+    before = """
+from shardlm.data import workers
+spawned = workers.ThreadPoolExecutor
+def interrupted(number):
+    os.killpg(0, signal.SIGINT)
+    return spawned(number)
+workers.ThreadPoolExecutor = interrupted
+# Nobody ends them before they have begun.
+close = workers.Workers.close
+workers.Workers.close = lambda self: (time.sleep(1), close(self))
+"""
+    process = start(arguments(tmp_path / "store", folder, tokenizer, 3), before=before)
+    assert process.communicate(timeout=60) == ("", STOPPED.format(2))
+    assert process.returncode == 130
+
+
 @pytest.mark.parametrize("call", ["replace", "fsync"])
 def test_a_full_disk_at_each_write_in_turn(call, tmp_path, monkeypatch):
     """Every write goes through these calls; the n-th one fails."""
     texts = tmp_path / "texts"
     texts.mkdir()
-    for i in range(4):
+    for i in range(2):
         (texts / f"{i}.jsonl").write_text('{"text": "ab"}\n' * 50)
 
     def prepare(store):
@@ -178,9 +196,9 @@ def test_a_full_disk_at_each_write_in_turn(call, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)
         prepare(tmp_path / "whole")
-    # A tokenizer, how far it is before the first shard and after each, two files for each of four
+    # A tokenizer, how far it is before the first shard and after each, two files for each of two
     # shards, a manifest; each file and its directory are synced.
-    calls = (1 + 5 + 8 + 1) * (2 if call == "fsync" else 1)
+    calls = (1 + 3 + 4 + 1) * (2 if call == "fsync" else 1)
     assert done == calls
     for fails in range(1, calls + 1):
         store, done = tmp_path / f"store{fails}", 0

@@ -26,6 +26,13 @@ BYTES_AND_END = 257
 
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
+TOGETHER = 1 << 20
+"""Characters that the library is given at once: it takes about 160 bytes of memory for each."""
+PIECE = 1 << 18
+"""Characters of a text of which it is given a part at a time, where that makes no difference."""
+_BEFORE_SPACE = re.compile(r"(?<=\S)[ \n]")
+"""No token of GPT-2's pattern goes on from a character that is no space to one that is."""
+
 
 class Parts(NamedTuple):
     """A tokenizer, read."""
@@ -38,6 +45,8 @@ class Parts(NamedTuple):
     special: np.ndarray
     falls_back: bool
     """Whether tokens such as `<0x0A>` stand for bytes."""
+    cuttable: bool
+    """Whether a text that is cut at `_BEFORE_SPACE` has the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +96,14 @@ class SubwordTokenizer(Tokenizer):
             )
         names = {name for name, number in vocab.items() if number in special}
         content = json.loads(self.content)
+        cuttable = _is_cuttable(content)
         falls_back = "ByteFallback" in json.dumps(content.get("decoder"))
         if _hide(content, names):
             library = _load(json.dumps(content))
         library.encode_special_tokens = True
         size = max(vocab.values()) + 1
-        return Parts(library, size, start, end, np.array(sorted(special), int), falls_back)
+        special_ids = np.array(sorted(special), int)
+        return Parts(library, size, start, end, special_ids, falls_back, cuttable)
 
     @property
     def vocab_size(self) -> int:
@@ -117,7 +128,21 @@ class SubwordTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """See `Tokenizer`. The library's threads, unless TOKENIZERS_PARALLELISM is false."""
-        texts = list(texts)
+        cut = _pieces if self._parts.cuttable else lambda text: iter((text,))
+        pieces = [list(cut(text)) for text in texts]
+        found: list[np.ndarray] = []
+        together: list[str] = []
+        size = 0
+        for piece in itertools.chain.from_iterable(pieces):
+            together.append(piece)
+            size += len(piece)
+            if size >= TOGETHER:
+                found += self._encode_together(together)
+                together, size = [], 0
+        ids = iter(found + self._encode_together(together))
+        return [np.concatenate(list(itertools.islice(ids, len(part)))) for part in pieces]
+
+    def _encode_together(self, texts: list[str]) -> list[np.ndarray]:
         encode = self._parts.library.encode_batch_fast
         found = self._try(lambda: encode(texts, add_special_tokens=False), texts)
         # By way of `array`, numpy reads a list of small integers a third faster.
@@ -149,6 +174,30 @@ class SubwordTokenizer(Tokenizer):
     def to_json(self) -> str:
         """See `Tokenizer`."""
         return f'{{"tokenizer": "{self.kind}", "content": {self.content}}}'
+
+
+def _is_cuttable(content: dict[str, Any]) -> bool:
+    """Whether the tokenizer makes words by GPT-2's pattern, and tokens of each word by itself."""
+    split = content.get("pre_tokenizer") or {}
+    return (
+        content.get("normalizer") is None
+        and split.get("type") == "ByteLevel"
+        and split.get("use_regex", True)
+        and not split.get("add_prefix_space")
+        and all(token["special"] for token in content.get("added_tokens", ()))
+    )
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in pieces of about `PIECE`, cut at `_BEFORE_SPACE` only."""
+    start = 0
+    while len(text) - start > PIECE:
+        found = _BEFORE_SPACE.search(text, start + PIECE)
+        if found is None:
+            break
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
 
 
 def _apart(tokens: Iterable[str]) -> Iterator[str]:
@@ -271,5 +320,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> SubwordTokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    library.train_from_iterator((utf8(text) and text for text in texts), trainer)
+    # The library's pattern makes the same words of the pieces as of the text.
+    pieces = (piece for text in texts if utf8(text) for piece in _pieces(text))
+    library.train_from_iterator(pieces, trainer)
     return SubwordTokenizer.of(json.loads(library.to_str()))

@@ -8,13 +8,13 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from shardlm.config import ConfigError
-from shardlm.data import DataError, from_json
-from shardlm.data.subwords import train_bpe
+from shardlm.data import DataError, from_json, subwords
+from shardlm.data.subwords import SubwordTokenizer, train_bpe
 from shardlm.data.tokenizer import BytesTokenizer, CharactersTokenizer, make_tokenizer
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
@@ -170,6 +170,62 @@ def test_training_is_checked():
 
     with pytest.raises(DataError, match="the second text"):
         train_bpe(broken(), 300)
+
+
+SPLIT = json.loads(trained().content)["pre_tokenizer"]
+SPACES = st.sampled_from(" \n\t\r\x0b\x1c\x85\xa0\u2003\u3000\ufeff\u200b")
+MIXED = st.text(SPACES | st.sampled_from("aat'sll12.,-_é東") | st.characters(codec="utf-8"))
+
+
+@functools.cache
+def of_spaces():
+    """With tokens of several spaces, and of what may stand before and after them."""
+    return train_bpe([*SAMPLE, "a  b   c    d\n\n e \n\t f's 'll é東 \r\n" * 9], 340)
+
+
+@settings(max_examples=200)
+@example(texts=["a    b"], piece=2, together=1)
+@given(texts=st.lists(MIXED), piece=st.integers(1, 12), together=st.integers(0, 30))
+def test_a_long_text_has_the_same_ids_in_pieces(texts, piece, together):
+    """As the library gives it at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subwords, "PIECE", piece)
+        patch.setattr(subwords, "TOGETHER", together)
+        found = of_spaces().encode_batch(texts)
+        assert ["".join(subwords._pieces(text)) for text in texts] == texts
+    assert [ids.tolist() for ids in found] == [of_spaces().encode(t).tolist() for t in texts]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": {"type": "Lowercase"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": SPLIT | {"add_prefix_space": True}},
+        {"pre_tokenizer": SPLIT | {"use_regex": False}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+    ],
+)
+def test_tokenizers_with_other_words_are_given_whole_texts(change, monkeypatch):
+    """Here and there a cut would change the ids: where the library would see a beginning."""
+    monkeypatch.setattr(subwords, "PIECE", 1)
+    tokenizer = SubwordTokenizer.of(json.loads(trained().content) | change)
+    text = "the cat\nsat on A mat"
+    given = []
+
+    def encode(self, texts):
+        given.append(texts)
+        return [np.zeros(0, np.uint32)] * len(texts)
+
+    monkeypatch.setattr(SubwordTokenizer, "_encode_together", encode)
+    tokenizer.encode_batch([text])
+    assert given[0] == [text]
+
+
+def test_a_tokenizer_made_from_texts_in_pieces_is_the_same(monkeypatch):
+    monkeypatch.setattr(subwords, "PIECE", 3)
+    assert len(list(subwords._pieces(SAMPLE[0]))) > 5
+    assert train_bpe(SAMPLE * 3, 300) == trained()
 
 
 def test_only_characters_reads_the_texts():
