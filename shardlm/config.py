@@ -177,7 +177,8 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """Share of each source in every update, by rows; default: the sources are one text."""
     field: str = "text"
-    """Field of structured rows that holds the text; dots go into nested ones."""
+    """Field or column that holds the text. A name with dots, such as a.b, is b within a, unless
+    there is one named a.b."""
     errors: Literal["error", "replace", "skip"] = "error"
     """What becomes of a document that is not UTF-8: an error, U+FFFD in place of the bytes, or the
     document is left out; the last two are counted."""
