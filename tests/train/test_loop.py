@@ -133,7 +133,7 @@ def test_out_of_memory_says_what_to_do(runs, tmp_path, monkeypatch, capsys):
         # What XLA says on one device; on several CPU devices it ends the process.
         raise JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 4096 bytes.\nOf which")
 
-    monkeypatch.setattr(loop._Run, "_compile", lambda self: step)
+    monkeypatch.setattr(loop._Run, "_compile", lambda self, first: step)
     assert runs.train(tmp_path, "--train.micro_batch 6") == 1
     error = capsys.readouterr().err
     assert error.startswith("error: Out of memory allocating 4096 bytes: lower train.micro_batch ")
@@ -207,8 +207,8 @@ def test_a_last_update_that_is_skipped_loses_nothing(runs, tmp_path, monkeypatch
     """It left the parameters as they were; the evaluation after it says that they are sound."""
     compile_ = loop._Run._compile
 
-    def compiled(self):
-        step = compile_(self)
+    def compiled(self, first):
+        step = compile_(self, first)
 
         def skipping(state, batch):
             state, metrics = step(state, batch)

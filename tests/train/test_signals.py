@@ -47,7 +47,7 @@ def test_between_updates(number, runs, finished, tmp_path, monkeypatch, capsys):
 def test_while_compiling(runs, tmp_path, monkeypatch, capsys):
     """The compiler cannot be interrupted, and is not waited for."""
 
-    def compile_for_long(self):
+    def compile_for_long(self, first):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(20)
 
