@@ -1,5 +1,5 @@
 """Text to batches, in the order of the modules: inputs, readers, tokenizer, prepare and store,
-corpus, layout and rows, loader.
+corpus, layout and rows, stream, loader.
 
 Every function is deterministic: the same sources, configuration and step give the same batch, on
 any number of processes.
@@ -18,13 +18,15 @@ from shardlm.data.buckets import Buckets
 from shardlm.data.corpus import Corpus, split
 from shardlm.data.errors import DataError
 from shardlm.data.inputs import list_inputs
-from shardlm.data.loader import Loader, Share, Summary, Update, ValidationLoader
+from shardlm.data.loader import Loader, Share, Update
 from shardlm.data.prepare import Preparation, texts, workers_for
 from shardlm.data.readers import Reading
 from shardlm.data.rows import Batch
 from shardlm.data.stopping import Display, Interrupted, quiet
 from shardlm.data.store import Store, is_store, open_store
+from shardlm.data.summary import Summary
 from shardlm.data.tokenizer import BytesTokenizer, Tokenizer, from_json, make_tokenizer
+from shardlm.data.validation_loader import ValidationLoader
 
 __all__ = [
     "Batch",

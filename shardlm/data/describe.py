@@ -17,9 +17,10 @@ from shardlm.data import Data
 from shardlm.data.balance import WorkModel, imbalance
 from shardlm.data.buckets import Buckets
 from shardlm.data.corpus import Corpus
-from shardlm.data.loader import Loader, Shape, Share, Summary
+from shardlm.data.loader import Loader, Shape, Share
 from shardlm.data.mixture import LAST_PLACE
 from shardlm.data.shown import ShownRow, first_rows
+from shardlm.data.summary import Summary
 from shardlm.data.tokenizer import Tokenizer
 from shardlm.validation import validate
 

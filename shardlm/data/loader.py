@@ -7,9 +7,8 @@ There is no state: resuming is asking for another step. Grain prepares updates a
 """
 
 import copy
-import functools
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,10 +20,11 @@ from shardlm.data.balance import Speeds, WorkModel, deal, deal_micro_batches
 from shardlm.data.buckets import Buckets
 from shardlm.data.corpus import Corpus, Tokens
 from shardlm.data.errors import DataError
-from shardlm.data.layout import Rows, lay_rows, row_lengths
+from shardlm.data.layout import lay_rows, row_lengths
 from shardlm.data.mixture import Mixture
-from shardlm.data.rows import Batch, ConcatenatedRows, Segments, lay_out, ranges
-from shardlm.data.shuffle import ROUNDS, shuffled
+from shardlm.data.rows import Batch, Segments, lay_out, ranges
+from shardlm.data.stream import Stream
+from shardlm.data.summary import Summary, check_predictable, summarize
 from shardlm.validation import batch_key
 
 
@@ -70,52 +70,6 @@ class Shape(NamedTuple):
 
 TOGETHER, PLACES = 32, 1 << 16
 """Updates that are prepared together, and the places that they have, at most."""
-
-
-class Stream:
-    """Rows of one length without end: of the pools in even turns, each pool's epochs in turn."""
-
-    def __init__(self, pools: Sequence[Rows], weights: Sequence[float], seed: int, kind: int):
-        """
-        Args:
-          pools: with rows. weights: how often they come.
-          seed: of the run. kind: the number of the stream.
-        """
-        self._pools, self._mixture = list(pools), Mixture(weights)
-        self._phases = [rows.corpus.size for rows in pools]
-        self._seed, self._kind = seed, kind
-        self.rows = sum(rows.rows for rows in pools)
-
-    def draw(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Pool, epoch, row within the epoch, and phase, of the `count` rows from `start` on."""
-        pool, nth = self._mixture.draw(start, count)
-        sizes = np.array([rows.rows for rows in self._pools])
-        epoch, place = np.divmod(nth, sizes[pool])
-        row, phase = np.empty_like(place), np.empty_like(place)
-        for p, e in np.unique(np.stack([pool, epoch]), axis=1).T.tolist():
-            chosen = (pool == p) & (epoch == e)
-            keys = self._keys(e, p)
-            row[chosen] = shuffled(place[chosen], self._pools[p].rows, keys[1:])
-            phase[chosen] = int(keys[0]) % self._phases[p]
-        return pool, epoch, row, phase
-
-    def segments(self, start: int, count: int) -> Segments:
-        """The segments of the `count` rows from `start` on."""
-        pool, _, row, phase = self.draw(start, count)
-        parts = []
-        for p in np.unique(pool).tolist():
-            mine = np.flatnonzero(pool == p)
-            parts.append(self._pools[p].segments(row[mine], phase[mine]).renumbered(mine))
-        return Segments.merge(parts)
-
-    def drawn(self, end: int) -> list[tuple[Rows, int]]:
-        """Of each pool, its rows, and how many of them stand before row `end` of the stream."""
-        return list(zip(self._pools, self._mixture.counts(end).tolist(), strict=True))
-
-    @functools.lru_cache(64)  # noqa: B019 - a stream lives as long as its loader
-    def _keys(self, epoch: int, pool: int) -> np.ndarray:
-        entropy = [self._seed, int(epoch), int(pool), self._kind]
-        return np.random.SeedSequence(entropy).generate_state(1 + ROUNDS, np.uint64)
 
 
 class Loader:
@@ -211,7 +165,7 @@ class Loader:
             return 1
         return max(1, min(TOGETHER, PLACES // self._places))
 
-    def summary(self) -> "Summary":
+    def summary(self) -> Summary:
         """Documents, tokens and rows of an epoch."""
         return summarize(self.corpora, self.rows_per_epoch, self.shapes[-1].length)
 
@@ -412,69 +366,6 @@ class Loader:
         number, size = update * len(self._bases) + source, len(rows) * len(self._bases)
         found = np.bincount(number, segments.predicted, size)
         return found.reshape(len(rows), -1).astype(np.int64)
-
-
-class ValidationLoader:
-    """The whole validation split, in the order of the text."""
-
-    def __init__(self, corpora: Sequence[Corpus], *, length: int) -> None:
-        """
-        Raises:
-          DataError: no token to predict.
-        """
-        check_predictable(corpora, "validation")
-        self.corpus, self.length = Corpus.join(corpora), length
-        self._rows = ConcatenatedRows(self.corpus, length)
-
-    def summary(self) -> "Summary":
-        """Documents, tokens and rows."""
-        return summarize([self.corpus], self._rows.rows, self.length)
-
-    def batches(self, batch: int) -> Iterator[Batch]:
-        """Every row once, int32 [batch, T]; the last batch is filled up with rows of padding."""
-        for start in range(0, self._rows.rows, batch):
-            rows = np.arange(start, start + batch)
-            segments = self._rows.segments(rows, np.zeros_like(rows))
-            found = lay_out(self.corpus.tokens, segments, batch, self.length)
-            yield {**found, "rows": np.arange(batch, dtype=np.int32)}
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The size of a split: documents, tokens, and in an epoch the predicted tokens and rows."""
-
-    documents: int
-    tokens: int
-    loss_tokens: int
-    rows: int
-    length: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens, "
-            f"{self.rows:,} rows of {self.length}"
-        )
-
-
-def summarize(corpora: Sequence[Corpus], rows: int, length: int) -> Summary:
-    """The figures of a split of so many rows."""
-    return Summary(
-        documents=sum(c.documents for c in corpora),
-        tokens=sum(c.size for c in corpora),
-        loss_tokens=sum(c.loss_tokens for c in corpora),
-        rows=rows,
-        length=length,
-    )
-
-
-def check_predictable(corpora: Sequence[Corpus], side: str) -> None:
-    """Refuse a split without a token to predict."""
-    if sum(corpus.loss_tokens for corpus in corpora) < 1:
-        raise DataError(
-            f"the {side} text has {sum(c.size for c in corpora)} tokens in "
-            f"{sum(c.documents for c in corpora)} documents: at least one document of two tokens "
-            "is needed, since the first of each is not predicted: give more text"
-        )
 
 
 def _too_few_rows(

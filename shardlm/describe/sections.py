@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardlm.data.describe import Balance, Description, Lengths, Packing, Source
-from shardlm.data.loader import Summary
 from shardlm.data.shown import ShownRow, ShownSegment, visible
+from shardlm.data.summary import Summary
 
 
 class Bar(NamedTuple):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from shardlm.config import Config, DataConfig, TrainConfig
 from shardlm.data.balance import WorkModel
 from shardlm.data.corpus import Corpus
-from shardlm.data.loader import Loader, ValidationLoader
+from shardlm.data.loader import Loader
 from shardlm.data.rows import ConcatenatedRows, lay_out
+from shardlm.data.validation_loader import ValidationLoader
 
 KEYS = ("tokens", "targets", "segments", "positions")
 PACKINGS = ("concat", "best_fit", "none", "padded_buckets")

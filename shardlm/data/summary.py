@@ -1,0 +1,45 @@
+"""The size of a split."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardlm.data.corpus import Corpus
+from shardlm.data.errors import DataError
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The size of a split: documents, tokens, and in an epoch the predicted tokens and rows."""
+
+    documents: int
+    tokens: int
+    loss_tokens: int
+    rows: int
+    length: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.documents:,} documents, {self.tokens:,} tokens, "
+            f"{self.rows:,} rows of {self.length}"
+        )
+
+
+def summarize(corpora: Sequence[Corpus], rows: int, length: int) -> Summary:
+    """The figures of a split of so many rows."""
+    return Summary(
+        documents=sum(c.documents for c in corpora),
+        tokens=sum(c.size for c in corpora),
+        loss_tokens=sum(c.loss_tokens for c in corpora),
+        rows=rows,
+        length=length,
+    )
+
+
+def check_predictable(corpora: Sequence[Corpus], side: str) -> None:
+    """Refuse a split without a token to predict."""
+    if sum(corpus.loss_tokens for corpus in corpora) < 1:
+        raise DataError(
+            f"the {side} text has {sum(c.size for c in corpora)} tokens in "
+            f"{sum(c.documents for c in corpora)} documents: at least one document of two tokens "
+            "is needed, since the first of each is not predicted: give more text"
+        )
