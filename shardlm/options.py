@@ -46,7 +46,7 @@ class PrepareOptions:
     """Directory of the store; the same command goes on where it was interrupted."""
     workers: int = 0
     """Processes that tokenize; 0: as many as are fastest (one for bytes and characters, and for the
-    library tokenizers on few cores, where its threads do it; else one for each core)."""
+    library tokenizers on few cores, where threads do it; else one for each core)."""
     tokenizer: TokenizerOptions = TokenizerOptions()
     """A tokenizer made from the text."""
 

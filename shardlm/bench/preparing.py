@@ -19,7 +19,7 @@ from shardlm.data.prepare import texts, workers_for
 from shardlm.data.readers import Reading
 from shardlm.data.subwords import SubwordTokenizer, train_bpe
 
-CHARACTERS = 4_000_000
+CHARACTERS = 12_000_000
 """Of text, from Python's standard library."""
 VOCAB = 8192
 BATCHES = (64, 1024)
@@ -72,11 +72,12 @@ def compare(
     inputs = list_inputs(str(source))
     everything = list(texts(inputs, Reading()))
     library = tokenizers.Tokenizer.from_str(tokenizer.content)
-    workers = 1 if cores == 1 else workers_for(tokenizer)
 
     def engine() -> int:
         shutil.rmtree(store, ignore_errors=True)
-        made = Preparation(inputs, Reading(), tokenizer, workers).into(store).manifest
+        made = (
+            Preparation(inputs, Reading(), tokenizer, workers_for(tokenizer)).into(store).manifest
+        )
         # Each document has an end, which the library does not add.
         return int(made["tokens"]) - int(made["documents"])
 

@@ -5,6 +5,7 @@ workers: the same text and tokenizer give the same files, byte for byte.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -12,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -37,7 +38,8 @@ from shardlm.data.store import (
     read_manifest,
     write_shard,
 )
-from shardlm.data.subwords import SubwordTokenizer
+from shardlm.data.subwords import SubwordTokenizer, library_in_one_thread
+from shardlm.data.threads import Threads
 from shardlm.data.tokenizer import (
     BytesTokenizer,
     CharactersTokenizer,
@@ -51,8 +53,9 @@ from shardlm.files import Occupied, lock, replace_text
 SHARD_TOKENS = 1 << 25
 """A shard is closed by the chunk with which it has this many ids."""
 THREADS = 4
-"""Cores up to which threads are used. What is done to a text before and after its pieces are looked
-up is done by one thread, some tenth of the work."""
+"""Threads that tokenize, at most, and the cores up to which they are used rather than processes.
+What Python does to a text before and after the library, some tenth of the work, it does in one
+thread at a time."""
 _LOCK, _PROGRESS = ".lock", "progress.json"
 
 
@@ -121,7 +124,7 @@ class Preparation:
                 "made_from": self.made_from,
                 "chunks": chunks_done,
                 "counts": counts.tolist(),
-                "shards": [asdict(s) for s in shards],
+                "shards": [dataclasses.asdict(s) for s in shards],
             }
             replace_text(path / _PROGRESS, json.dumps(state))
 
@@ -162,23 +165,29 @@ class Preparation:
 
     def _tokenized(self, chunks: Iterator[Chunk]) -> Generator[tuple[int, Tokenized], None, None]:
         """Chunks as ids, in their order, with the bytes that each has as stored."""
-        if self.workers == 1:
-            for chunk in chunks:
-                work = functools.partial(tokenize, chunk, self.reading, self.tokenizer)
-                yield chunk.stored_bytes, unless_stopped(work, self.stopped, self.progress)
-            return
-        workers = Workers(self.workers, self.reading, self.tokenizer)
         waiting: deque[tuple[int, Future[Tokenized]]] = deque()
-        try:
+        with self._at_work() as (number, submit):
             while True:
-                for chunk in islice(chunks, 2 * self.workers + 1 - len(waiting)):
-                    waiting.append((chunk.stored_bytes, workers.submit(chunk)))
+                for chunk in islice(chunks, 2 * number + 1 - len(waiting)):
+                    waiting.append((chunk.stored_bytes, submit(chunk)))
                 if not waiting:
                     return
                 stored_bytes, result = waiting.popleft()
                 yield stored_bytes, result_of(result, self.stopped, self.progress)
-        finally:
-            workers.close()
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[tuple[int, Callable[[Chunk], Future[Tokenized]]]]:
+        """How many chunks are tokenized at a time, and what begins with one."""
+        if self.workers > 1:
+            workers = Workers(self.workers, self.reading, self.tokenizer)
+            with contextlib.closing(workers):
+                yield self.workers, workers.submit
+            return
+        number, tokenizer = threads_for(self.tokenizer), self.tokenizer
+        if isinstance(tokenizer, SubwordTokenizer):
+            tokenizer = dataclasses.replace(tokenizer, threads=number)
+        with Threads(number) as threads, library_in_one_thread():
+            yield number, lambda chunk: threads.submit(tokenize, chunk, self.reading, tokenizer)
 
 
 def _write(path: Path, number: int, parts: Sequence[Tokenized]) -> ShardInfo:
@@ -329,13 +338,20 @@ def texts(
 
 def workers_for(tokenizer: Tokenizer, asked: int = 0) -> int:
     """Processes that tokenize: as many as asked for, or one for each core. Bytes and characters
-    are tokenized faster than they are sent to another process, and up to `THREADS` cores the
-    threads of the library tokenizers are faster than processes."""
+    are tokenized faster than they are sent to another process, and up to `THREADS` cores threads
+    are faster than processes where the library tokenizers does the work."""
     if isinstance(tokenizer, BytesTokenizer | CharactersTokenizer):
         return 1
-    if asked:
-        return asked
+    cores = _cores()
+    return asked or (1 if threads_for(tokenizer) == cores else cores)
+
+
+def threads_for(tokenizer: Tokenizer) -> int:
+    """Threads of a process that tokenize. The library tokenizers lets others run meanwhile."""
+    return min(_cores(), THREADS) if isinstance(tokenizer, SubwordTokenizer) else 1
+
+
+def _cores() -> int:
     # A process may be given fewer cores than there are.
     there = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1
-    return 1 if isinstance(tokenizer, SubwordTokenizer) and cores <= THREADS else cores
+    return len(os.sched_getaffinity(0)) if there else os.cpu_count() or 1

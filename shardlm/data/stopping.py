@@ -1,10 +1,11 @@
 """Work that can be told to stop."""
 
 import contextlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
+
+from shardlm.data.threads import Threads
 
 Result = TypeVar("Result")
 
@@ -43,16 +44,8 @@ def unless_stopped(
       Interrupted: `stopped`.
       Exception: what `work` raises.
     """
-    found: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(work())
-        except BaseException as error:
-            found.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return result_of(found, stopped, progress)
+    with Threads(1) as threads:
+        return result_of(threads.submit(work), stopped, progress)
 
 
 def result_of(

@@ -5,9 +5,11 @@ ends one; where it puts nothing after, the first of `ENDS` that it has as a spec
 Truncation and padding that the file asks for are switched off.
 """
 
+import contextlib
 import functools
 import itertools
 import json
+import os
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,11 +21,13 @@ import numpy as np
 from jaxtyping import Int32
 
 from shardlm.data.errors import DataError
+from shardlm.data.threads import Threads
 from shardlm.data.tokenizer import ACCEPTED, ENDS, Tokenizer, checked, utf8
 
 BYTES_AND_END = 257
 """Ids that byte-level BPE has before the first merge."""
 
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
 _BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 TOGETHER = 1 << 20
@@ -57,6 +61,8 @@ class SubwordTokenizer(Tokenizer):
     """Its `tokenizer.json` in one form: as written in the file, but without layout, truncation and
     padding. The library would write it another way in another version."""
     name: str = field(default="subwords", compare=False)
+    threads: int = field(default=1, compare=False)
+    """For texts of more than `TOGETHER` characters."""
     kind: ClassVar[str] = "subwords"
 
     @classmethod
@@ -79,31 +85,7 @@ class SubwordTokenizer(Tokenizer):
 
     @functools.cached_property
     def _parts(self) -> Parts:
-        library = _load(self.content)
-        vocab = library.get_vocab(with_added_tokens=True)
-        start, end = _template(library, vocab)
-        added = library.get_added_tokens_decoder()
-        special = {number for number, token in added.items() if token.special}
-        if end is None:
-            ends = {added[number].content: number for number in special}
-            end = next((ends[name] for name in ENDS if name in ends), None)
-        special |= {number for number in (start, end) if number is not None}
-        if not special <= set(vocab.values()):
-            unknown = sorted(special - set(vocab.values()))
-            raise DataError(
-                f"its post_processor adds the ids {unknown}, which are of no token: correct the "
-                "post_processor"
-            )
-        names = {name for name, number in vocab.items() if number in special}
-        content = json.loads(self.content)
-        cuttable = _is_cuttable(content)
-        falls_back = "ByteFallback" in json.dumps(content.get("decoder"))
-        if _hide(content, names):
-            library = _load(json.dumps(content))
-        library.encode_special_tokens = True
-        size = max(vocab.values()) + 1
-        special_ids = np.array(sorted(special), int)
-        return Parts(library, size, start, end, special_ids, falls_back, cuttable)
+        return _read(self.content)
 
     @property
     def vocab_size(self) -> int:
@@ -127,19 +109,24 @@ class SubwordTokenizer(Tokenizer):
         return np.array(found.ids, np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """See `Tokenizer`. The library's threads, unless TOKENIZERS_PARALLELISM is false."""
+        """See `Tokenizer`."""
         cut = _pieces if self._parts.cuttable else lambda text: iter((text,))
         pieces = [list(cut(text)) for text in texts]
-        found: list[np.ndarray] = []
-        together: list[str] = []
+        groups: list[list[str]] = [[]]
         size = 0
         for piece in itertools.chain.from_iterable(pieces):
-            together.append(piece)
-            size += len(piece)
             if size >= TOGETHER:
-                found += self._encode_together(together)
-                together, size = [], 0
-        ids = iter(found + self._encode_together(together))
+                groups.append([])
+                size = 0
+            groups[-1].append(piece)
+            size += len(piece)
+        if self.threads > 1 and len(groups) > 1:
+            with Threads(self.threads) as threads:
+                futures = [threads.submit(self._encode_together, group) for group in groups]
+                found = [future.result() for future in futures]
+        else:
+            found = [self._encode_together(group) for group in groups]
+        ids = itertools.chain.from_iterable(found)
         return [np.concatenate(list(itertools.islice(ids, len(part)))) for part in pieces]
 
     def _encode_together(self, texts: list[str]) -> list[np.ndarray]:
@@ -176,6 +163,37 @@ class SubwordTokenizer(Tokenizer):
         return f'{{"tokenizer": "{self.kind}", "content": {self.content}}}'
 
 
+@functools.lru_cache(2)
+def _read(text: str) -> Parts:
+    """Read once, though it comes from a file and then from the store that was made with it: that
+    takes a tenth of a second."""
+    library = _load(text)
+    vocab = library.get_vocab(with_added_tokens=True)
+    start, end = _template(library, vocab)
+    added = library.get_added_tokens_decoder()
+    special = {number for number, token in added.items() if token.special}
+    if end is None:
+        ends = {added[number].content: number for number in special}
+        end = next((ends[name] for name in ENDS if name in ends), None)
+    special |= {number for number in (start, end) if number is not None}
+    if not special <= set(vocab.values()):
+        unknown = sorted(special - set(vocab.values()))
+        raise DataError(
+            f"its post_processor adds the ids {unknown}, which are of no token: correct the "
+            "post_processor"
+        )
+    names = {name for name, number in vocab.items() if number in special}
+    content = json.loads(text)
+    cuttable = _is_cuttable(content)
+    falls_back = "ByteFallback" in json.dumps(content.get("decoder"))
+    if _hide(content, names):
+        library = _load(json.dumps(content))
+    library.encode_special_tokens = True
+    size = max(vocab.values()) + 1
+    special_ids = np.array(sorted(special), int)
+    return Parts(library, size, start, end, special_ids, falls_back, cuttable)
+
+
 def _is_cuttable(content: dict[str, Any]) -> bool:
     """Whether the tokenizer makes words by GPT-2's pattern, and tokens of each word by itself."""
     split = content.get("pre_tokenizer") or {}
@@ -198,6 +216,20 @@ def _pieces(text: str) -> Iterator[str]:
         yield text[start : found.start()]
         start = found.start()
     yield text[start:]
+
+
+@contextlib.contextmanager
+def library_in_one_thread() -> Iterator[None]:
+    """Let the library tokenizers have no threads of its own, which only get in the way of ours."""
+    before = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_PARALLELISM]
+        else:
+            os.environ[_PARALLELISM] = before
 
 
 def _apart(tokens: Iterable[str]) -> Iterator[str]:

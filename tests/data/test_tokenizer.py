@@ -1,10 +1,12 @@
 """Ids of text and back: bytes, characters and byte pairs; and what is no tokenizer."""
 
+import dataclasses
 import functools
 import json
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -184,16 +186,46 @@ def of_spaces():
 
 
 @settings(max_examples=200)
-@example(texts=["a    b"], piece=2, together=1)
-@given(texts=st.lists(MIXED), piece=st.integers(1, 12), together=st.integers(0, 30))
-def test_a_long_text_has_the_same_ids_in_pieces(texts, piece, together):
+@example(texts=["a    b"], piece=2, together=1, threads=2)
+@given(
+    texts=st.lists(MIXED),
+    piece=st.integers(1, 12),
+    together=st.integers(0, 30),
+    threads=st.integers(1, 3),
+)
+def test_a_long_text_has_the_same_ids_in_pieces(texts, piece, together, threads):
     """As the library gives it at once."""
+    tokenizer = dataclasses.replace(of_spaces(), threads=threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subwords, "PIECE", piece)
         patch.setattr(subwords, "TOGETHER", together)
-        found = of_spaces().encode_batch(texts)
+        found = tokenizer.encode_batch(texts)
         assert ["".join(subwords._pieces(text)) for text in texts] == texts
     assert [ids.tolist() for ids in found] == [of_spaces().encode(t).tolist() for t in texts]
+
+
+def test_parts_of_a_large_batch_are_tokenized_at_the_same_time(monkeypatch):
+    monkeypatch.setattr(subwords, "TOGETHER", 1)
+    meeting, encode = threading.Barrier(2), SubwordTokenizer._encode_together
+
+    def both(self, texts):
+        meeting.wait(60)
+        return encode(self, texts)
+
+    monkeypatch.setattr(SubwordTokenizer, "_encode_together", both)
+    found = dataclasses.replace(trained(), threads=2).encode_batch(SAMPLE[:2])
+    assert [ids.tolist() for ids in found] == [trained().encode(t).tolist() for t in SAMPLE[:2]]
+
+
+@pytest.mark.parametrize("before", [None, "true"])
+def test_what_is_set_for_the_library_is_set_back(before, monkeypatch):
+    if before is None:
+        monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    else:
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+    with subwords.library_in_one_thread():
+        assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
+    assert os.environ.get("TOKENIZERS_PARALLELISM") == before
 
 
 @pytest.mark.parametrize(
