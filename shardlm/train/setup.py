@@ -22,7 +22,7 @@ from shardlm.observe import memory_limit
 from shardlm.optim import make_optimizer
 from shardlm.train.state import State, abstract_state, init_state, shardings
 from shardlm.train.step import Engine, padded_length
-from shardlm.validation import batch_key
+from shardlm.validation import batch_said
 
 FREE_TO_CHANGE = (
     "run.dir",
@@ -116,7 +116,7 @@ def check_memory(engine: Engine) -> None:
     state = sum(map(bytes_per_device, jax.tree.leaves(engine.abstract)))
     if batch > limit:
         raise ConfigError(
-            f"{batch_key(config)} and data.length {config.data.length}: one batch "
+            f"{batch_said(config)} and data.length {config.data.length}: one batch "
             f"takes {batch:,} bytes a device, which has {limit:,}: lower them"
         )
     if state > limit:
