@@ -209,6 +209,10 @@ def _one_message(prog: str) -> Iterator[None]:
         message = str(error).removeprefix("argument ")
         if message.startswith("unrecognized arguments: "):
             message += " (write --KEY VALUE; --help lists the keys)"
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:
+            # The library names them as it stores them, and not as the usage line does.
+            message = f"{missing.upper()} is missing (--help says what it is)"
         sys.stderr.write(f"{prog}: {message}\n")
         raise SystemExit(2) from None
 

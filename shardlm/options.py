@@ -10,6 +10,12 @@ MESH_KEYS = ("mesh.", "run.simulate_devices")
 devices that are there, whatever it was trained on."""
 
 
+def _check_path(name: str, path: str, what: str) -> None:
+    """Refuse no path at all, which the system takes for the directory that one is in."""
+    if not path:
+        raise ConfigError(f"{name.upper()} is empty: name {what}")
+
+
 @dataclass(frozen=True)
 class EvaluateOptions:
     """Which model to evaluate."""
@@ -18,6 +24,9 @@ class EvaluateOptions:
     """Directory of a run."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
+
+    def __post_init__(self) -> None:
+        _check_path("run_dir", self.run_dir, "the directory of a run")
 
 
 MOST_IDS = 2**24
@@ -51,6 +60,7 @@ class PrepareOptions:
     """A tokenizer made from the text."""
 
     def __post_init__(self) -> None:
+        _check_path("store", self.store, "a directory for the store")
         if not 0 <= self.workers <= 1024:
             raise ConfigError(f"workers is {self.workers}: it must be from 0 to 1024")
 
@@ -141,3 +151,7 @@ class GenerateOptions(Sampling):
     """Text to continue; several flags, several texts. Default: eval.prompt of the run."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_path("run_dir", self.run_dir, "the directory of a run")

@@ -157,7 +157,7 @@ assert "jax" not in sys.modules
 
 def test_options_of_the_other_verbs(capsys):
     cases = {
-        "": "the following arguments are required: run_dir",
+        "": "RUN_DIR is missing (--help says what it is)",
         "run --prompt": "--prompt: expected one argument",
         "run --top_k 1.5": "top_k is 1.5: it must be a whole number",
         "run --top_p 2": "top_p is 2.0: it must be above 0 and at most 1",
@@ -173,6 +173,32 @@ def test_options_of_the_other_verbs(capsys):
     for word in ("generate RUN_DIR", "--prompt", "--mesh.model", "--run.simulate_devices"):
         assert word in text
     assert "Divides the logits; 0 takes the likeliest. (type: float; default: 0.8)" in text
+
+
+def test_an_argument_that_is_missing_is_named_as_in_the_usage_line(capsys):
+    for verb, argv, name in (
+        (cli.prepare, [], "STORE"),
+        (cli.data, ["describe"], "CONFIGURATION"),
+        (cli.evaluate, ["--step", "3"], "RUN_DIR"),
+        (cli.bench, [], "NAME"),
+    ):
+        assert_refused(capsys, argv, f": {name} is missing (--help says what it is)", verb=verb)
+        assert status(verb, [*argv, "--help"]) == 0
+        assert re.match(rf"usage: .*\b{name}\b", capsys.readouterr().out)
+    assert status(cli.data, []) == 2
+    assert "usage: shardlm data describe CONFIGURATION" in capsys.readouterr().err
+
+
+def test_an_empty_path_is_not_the_working_directory(text, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    sources = ["--data.sources", str(text)]
+    assert_refused(capsys, ["", *sources], "STORE is empty: name a dir", verb=cli.prepare)
+    for verb in (cli.evaluate, cli.generate):
+        assert_refused(capsys, [""], "RUN_DIR is empty: name the directory of a run", verb=verb)
+    assert_refused(capsys, [*sources, "--run.dir", ""], "run.dir is empty: name a directory")
+    assert_refused(capsys, [*sources, "--data.cache", ""], "data.cache is empty: name a directory")
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_unexpected_failures_keep_their_traceback():
