@@ -158,9 +158,9 @@ def _input(name: str, path: str, size: int) -> Input:
             )
     kind: Kind = "rows" if suffix in ROW_SUFFIXES else _BINARY.get(suffix, "text")
     if kind == "parquet":
-        require("pyarrow", "parquet", path)
+        require("pyarrow", "parquet", f"data.sources: {path}")
     if compression == "zst":
-        require("zstandard", "zstd", path)
+        require("zstandard", "zstd", f"data.sources: {path}")
     return Input(name, path, kind, compression, size)
 
 
@@ -314,7 +314,7 @@ def _hub(source: str) -> Input:
             f"data.sources: {source} names no dataset: write hf:NAME or hf:NAME:CONFIG:SPLIT, for "
             "example hf:roneneldan/TinyStories"
         )
-    require("datasets", "hf", source)
+    require("datasets", "hf", f"data.sources: {source}")
     return Input(name, f"{HUB}{name}:{config}:{split}", "hub")
 
 
@@ -330,7 +330,7 @@ def _is_dataset(path: str) -> bool:
 
 
 def _dataset(path: str) -> Input:
-    require("datasets", "hf", path)
+    require("datasets", "hf", f"data.sources: {path}")
     size = 0
     for file in _state(path)["_data_files"]:
         try:

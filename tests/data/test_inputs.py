@@ -140,6 +140,26 @@ def test_an_error_of_the_system_names_the_file(tmp_path):
             texts(str(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    "name, package, extra",
+    [
+        ("a.parquet", "pyarrow", "parquet"),
+        ("a.txt.zst", "zstandard", "zstd"),
+        ("hf:a", "datasets", "hf"),
+    ],
+)
+def test_a_missing_package_and_how_to_install_it_are_named(
+    name, package, extra, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    source = name if extra == "hf" else write(tmp_path / name, b"x")
+    with pytest.raises(DataError) as error:
+        list_inputs(source)
+    assert str(error.value).startswith(f"data.sources: {source} needs the package {package} (")
+    assert f"make setup EXTRAS={extra}, or" in str(error.value)
+    assert str(error.value).endswith(f"pip install '.[{extra}]'")
+
+
 def test_a_pipe_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     for source in (tmp_path, tmp_path / "pipe.txt", tmp_path / "*.txt"):
