@@ -9,6 +9,7 @@ from shardlm.data.inputs import list_inputs
 from shardlm.data.prepare import digest, owned, texts, tokenizer_left, workers_for
 from shardlm.data.readers import Reading
 from shardlm.data.stopping import Display, quiet, unless_stopped
+from shardlm.data.store import odd_documents
 from shardlm.data.subwords import train_bpe
 from shardlm.data.tokenizer import BytesTokenizer
 from shardlm.options import PrepareOptions
@@ -71,9 +72,9 @@ def prepare(
 def describe(store: Store) -> str:
     """What a finished store holds."""
     said = store.manifest
-    odd = [f"{said[name]:,} {name}" for name in ("empty", "skipped", "replaced") if said[name]]
+    odd = odd_documents(said)
     return (
         f"{store.path}: {said['documents']:,} documents, {said['tokens']:,} tokens of "
         f"{store.tokenizer.name} ({said['vocab_size']:,} ids, {said['dtype']})"
-        + (f"; documents not as they were: {', '.join(odd)}" if odd else "")
+        + (f"; not as they were: {', '.join(odd)}" if odd else "")
     )

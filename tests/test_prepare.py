@@ -162,11 +162,24 @@ def test_ids_altered_in_a_large_store_are_refused_when_they_are_read(folder, tmp
     [
         ({"a.jsonl": '{"text": "x"}\n{"text": \n'}, [], ["a.jsonl:2 is not JSON"]),
         ({"a.jsonl": '{"body": "x"}\n'}, [], ["a.jsonl:1 has no field 'text' (it has body)"]),
-        ({"a.jsonl": '{"text": ""}\n\n{"text": ""}\n', "b.txt": ""}, [], ["is empty", "3 empty"]),
+        (
+            {"a.jsonl": '{"text": ""}\n\n{"text": ""}\n', "b.txt": ""},
+            [],
+            ["a.jsonl and 1 more is empty or left out (3 documents empty and left out)"],
+        ),
         ({"a.txt": b"ab\xff"}, [], ["a.txt is not UTF-8: byte 0xff at offset 2", "iconv"]),
-        ({"a.txt": b"ab\xff"}, ["--data.errors", "skip"], ["0 empty, 1 skipped", "give some text"]),
+        (
+            {"a.jsonl": "\n"},
+            [],
+            ["every document of", "a.jsonl is empty or left out (there is none)"],
+        ),
+        (
+            {"a.txt": b"ab\xff"},
+            ["--data.errors", "skip"],
+            ["a.txt is empty or", "(1 document not UTF"],
+        ),
         ({"a.npy": np.array([1, 2, 300])}, [], ["a.npy: id 300 at place 2", "data.tokenizer"]),
-        ({"a.txt": ""}, [], ["every file of", "is empty: put text in one"]),
+        ({"a.txt": ""}, [], ["every file of", "is empty (a.txt): put text in one, or"]),
         ({}, [], ["has no text file"]),
     ],
 )

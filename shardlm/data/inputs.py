@@ -136,9 +136,13 @@ def list_inputs(source: str) -> list[Input]:
     if all(_is_empty(file, size) for _, file, size in found):
         if explicit:
             raise DataError(
-                f"data.sources: {path} is empty: remove it from the sources, or put text in it"
+                f"data.sources: {path} is empty: put text in it, or leave it out of the sources"
             )
-        raise DataError(f"data.sources: every file of {source} is empty: put text in one")
+        names = ", ".join(name for name, _, _ in found[:3]) + ", ..." * (len(found) > 3)
+        raise DataError(
+            f"data.sources: every file of {source} is empty ({names}): put text in one, or leave "
+            "it out of the sources"
+        )
     return [_input(name, file, size or 0) for name, file, size in found]
 
 

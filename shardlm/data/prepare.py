@@ -33,6 +33,7 @@ from shardlm.data.store import (
     Store,
     is_store,
     manifest_of,
+    odd_documents,
     open_store,
     read_manifest,
     write_shard,
@@ -147,13 +148,15 @@ class Preparation:
             counts += np.sum([p.counts for p in parts], axis=0)
             if any(len(p.ids) for p in parts):
                 shards.append(_write(path, len(shards), parts))
-        if not shards:
-            raise DataError(
-                "data.sources: every document is empty or left out "
-                f"({', '.join(f'{n} {name}' for name, n in zip(COUNTS, counts, strict=True))}): "
-                "give some text"
-            )
         named = dict(zip(COUNTS, counts.tolist(), strict=True))
+        if not shards:
+            others = len(self.inputs) - 1
+            files = self.inputs[0].path + (f" and {others:,} more" if others else "")
+            odd = ", ".join(odd_documents(named)) or "there is none"
+            raise DataError(
+                f"data.sources: every document of {files} is empty or left out ({odd}): put text "
+                "in one, or leave them out of the sources"
+            )
         manifest = manifest_of(shards, self.tokenizer, named, self.key)
         if self.made_from is not None:
             manifest["made_from"] = self.made_from

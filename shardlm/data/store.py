@@ -31,8 +31,12 @@ from shardlm.files import replace_bytes
 FORMAT = "shardlm-store-1"
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
-COUNTS = ("empty", "skipped", "replaced")
-"""Of documents that are not in a store as they were."""
+COUNTS = {
+    "empty": "empty and left out",
+    "skipped": "not UTF-8 and left out",
+    "replaced": "with U+FFFD for what was not UTF-8",
+}
+"""Of documents that are not in a store as they were: names of the counts, and what people read."""
 BLOCK = 1 << 16
 """Bytes of ids that share a checksum."""
 CHECKED_AT_ONCE = 1 << 28
@@ -106,6 +110,15 @@ class Store:
     def fingerprint(self) -> str:
         """Hexadecimal digest of ids, boundaries and tokenizer, wherever the store lies."""
         return str(self.manifest["fingerprint"])
+
+
+def odd_documents(counts: Mapping[str, Any]) -> list[str]:
+    """What people read of the `COUNTS` that are not 0: "1 document empty and left out"."""
+    return [
+        f"{counts[name]:,} document{'s' * (counts[name] != 1)} {what}"
+        for name, what in COUNTS.items()
+        if counts[name]
+    ]
 
 
 def is_store(path: str | Path) -> bool:

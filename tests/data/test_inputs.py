@@ -106,8 +106,8 @@ def test_missing_and_empty_sources_are_refused(tmp_path):
     for source, parts in {
         str(tmp_path / "absent"): ["absent", "does not exist"],
         "": ["does not exist"],
-        empty: [empty, "is empty"],
-        os.path.dirname(empty): ["every file", "is empty"],
+        empty: [empty, "is empty: put text in it, or leave it out of the sources"],
+        os.path.dirname(empty): ["every file", "is empty (e.txt): put text in one, or leave it"],
         os.path.dirname(image): ["no text file", *TEXT_SUFFIXES],
         str(tmp_path / "bare"): ["no text file"],
         str(tmp_path / "bare" / "*.txt"): ["no file matches", "*.txt"],
