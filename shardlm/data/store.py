@@ -14,6 +14,7 @@ altered on the disk are never trained on.
 """
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -123,7 +124,8 @@ def odd_documents(counts: Mapping[str, Any]) -> list[str]:
 
 def is_store(path: str | Path) -> bool:
     """Whether a directory is a finished store."""
-    return (Path(path) / MANIFEST).is_file()
+    # Not pathlib's, which raises where the directory may not be looked into.
+    return os.path.isfile(Path(path) / MANIFEST)
 
 
 def manifest_of(
