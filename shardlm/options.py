@@ -9,6 +9,9 @@ MESH_KEYS = ("mesh.", "run.simulate_devices")
 """Configuration keys that these commands have as flags too: by default a model is spread over the
 devices that are there, whatever it was trained on."""
 
+TEXT_KEYS = ("data.sources", "data.cache")
+"""Where the text of a run lies, for commands that read it again: it may have moved since."""
+
 
 def _check_path(name: str, path: str, what: str) -> None:
     """Refuse no path at all, which the system takes for the directory that one is in."""

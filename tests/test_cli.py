@@ -13,8 +13,10 @@ import jax
 import pytest
 
 from shardlm import cli
+from shardlm.arguments import parse_options
 from shardlm.config import Config, EvalConfig, RunConfig
 from shardlm.observe import RunDirectory, read_metrics
+from shardlm.options import TEXT_KEYS, EvaluateOptions
 from shardlm.train.commands import Commands
 
 ROOT = Path(__file__).parents[1]
@@ -200,6 +202,23 @@ def test_an_empty_path_is_not_the_working_directory(text, tmp_path, monkeypatch,
     assert_refused(capsys, [*sources, "--run.dir", ""], "run.dir is empty: name a directory")
     assert_refused(capsys, [*sources, "--data.cache", ""], "data.cache is empty: name a directory")
     assert not list((tmp_path / "here").iterdir())
+
+
+def test_flags_that_keep_the_value_of_the_run(capsys):
+    def parse(flags):
+        _, values = parse_options(EvaluateOptions, (), flags.split(), kept=TEXT_KEYS)
+        return values
+
+    assert parse("run") == {}
+    assert parse("run --data.sources a b") == {"data.sources": ("a", "b")}
+    assert parse("run --data.cache c --data.sources=a") == {
+        "data.sources": ("a",),
+        "data.cache": "c",
+    }
+    assert status(cli.evaluate, ["--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("default: that of the run)") == 2
+    assert_refused(capsys, ["run", "--data.source", "a"], "mean --data.sources?", verb=cli.evaluate)
 
 
 def test_unexpected_failures_keep_their_traceback():
