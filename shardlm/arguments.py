@@ -68,6 +68,7 @@ def parse_options(
     prog: str = "shardlm",
     description: str = "",
     files: bool = False,
+    kept: Sequence[str] = (),
 ) -> tuple[T, dict[str, Any]]:
     """Read a command's own flags, and some of the configuration's.
 
@@ -77,10 +78,11 @@ def parse_options(
       keys: configuration keys that are flags too; one that ends in a dot is a section.
       argv, prog, description: as for `parse_config`.
       files: take `--config FILE.yaml` too, with any keys.
+      kept: configuration keys that are flags too, and keep the value of a run where not given.
 
     Returns:
       The options, and the configuration keys with their values (defaults, where not given), for
-      `override`; with `files`, all of them.
+      `override`; with `files`, all of them; those of `kept` only where given.
 
     Raises:
       SystemExit: status 2 after one message on standard error, for any mistake.
@@ -100,11 +102,13 @@ def parse_options(
             key if needed else f"--{key}",
             **({} if needed else {"default": kind.default}),
             metavar=kind.metavar,
-            help=_help(kind),
+            help=_help(kind, "" if needed else plain(kind.default)),
             action=_OptionAction,
             kind=kind,
         )
     _add_keys(parser, taken)
+    of_run = {key: kinds()[key] for key in kept}
+    _add_keys(parser, of_run, of_run=True)
     if files:
         _add_files(parser)
         # Known, so that a file may have them; as flags they are refused.
@@ -113,10 +117,11 @@ def parse_options(
                 parser.add_argument(f"--{key}", default=kind.default, help=argparse.SUPPRESS)
     argv = sys.argv[1:] if argv is None else list(argv)
     with _one_message(prog):
-        _check_flags(argv, own | taken, ("config",) if files else ())
+        _check_flags(argv, own | taken | of_run, ("config",) if files else ())
         values = parser.parse_args(argv)
         found = _section(cls, {key: values[key] for key in own})
-    return found, {key: values[key] for key in (kinds() if files else taken)}
+    given = [key for key in kept if key in values]
+    return found, {key: values[key] for key in (*(kinds() if files else taken), *given)}
 
 
 def override(config: Config, values: Mapping[str, Any]) -> Config:
@@ -178,8 +183,10 @@ def _add_files(parser: jsonargparse.ArgumentParser) -> None:
     )
 
 
-def _add_keys(parser: jsonargparse.ArgumentParser, keys: Mapping[str, Kind]) -> None:
-    """Flags for configuration keys, in a group for each section."""
+def _add_keys(
+    parser: jsonargparse.ArgumentParser, keys: Mapping[str, Kind], of_run: bool = False
+) -> None:
+    """Flags for configuration keys, in a group for each section; `of_run`: without defaults."""
     groups: dict[str, Any] = {}
     for key, kind in keys.items():
         section = key.rpartition(".")[0]
@@ -187,16 +194,16 @@ def _add_keys(parser: jsonargparse.ArgumentParser, keys: Mapping[str, Kind]) -> 
             groups[section] = parser.add_argument_group(sections()[section])
         groups[section].add_argument(
             f"--{key}",
-            default=kind.default,
+            default=argparse.SUPPRESS if of_run else kind.default,
             metavar=kind.metavar,
-            help=_help(kind),
+            help=_help(kind, "that of the run" if of_run else plain(kind.default)),
             action=_KeyAction,
             nargs="+" if kind.many else None,
         )
 
 
-def _help(kind: Kind) -> str:
-    default = "" if kind.default is dataclasses.MISSING else f"; default: {plain(kind.default)}"
+def _help(kind: Kind, default: str) -> str:
+    default = f"; default: {default}" if default else ""
     return f"{kind.help} (type: {kind.name}{default})".replace("%", "%%")
 
 
@@ -209,6 +216,10 @@ def _one_message(prog: str) -> Iterator[None]:
         message = str(error).removeprefix("argument ")
         if message.startswith("unrecognized arguments: "):
             message += " (write --KEY VALUE; --help lists the keys)"
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:
+            # The library names them as it stores them, and not as the usage line does.
+            message = f"{missing.upper()} is missing (--help says what it is)"
         sys.stderr.write(f"{prog}: {message}\n")
         raise SystemExit(2) from None
 

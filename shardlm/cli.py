@@ -22,6 +22,7 @@ from shardlm.arguments import override, parse_config, parse_options
 from shardlm.config import Config, ConfigError
 from shardlm.options import (
     MESH_KEYS,
+    TEXT_KEYS,
     BenchOptions,
     DescribeOptions,
     EvaluateOptions,
@@ -116,10 +117,12 @@ def generate(argv: Sequence[str]) -> int:
 
 def evaluate(argv: Sequence[str]) -> int:
     """Loss and perplexity of a trained model over the validation split."""
-    options, mesh = parse_options(EvaluateOptions, MESH_KEYS, argv, "evaluate", _about(evaluate))
+    options, changes = parse_options(
+        EvaluateOptions, MESH_KEYS, argv, "evaluate", _about(evaluate), kept=TEXT_KEYS
+    )
     from shardlm.evaluate import evaluate_run
 
-    found = evaluate_run(options, mesh)
+    found = evaluate_run(options, changes)
     loss, perplexity = found["eval_loss"], found["perplexity"]
     if not math.isfinite(perplexity):
         print(f"error: the validation loss after update {found['step']} is {loss}", file=sys.stderr)

@@ -12,8 +12,11 @@ from shardlm.train.evaluate import make_evaluate
 from shardlm.train.trained import open_trained
 
 
-def evaluate_run(options: EvaluateOptions, mesh: Mapping[str, Any]) -> dict[str, Any]:
+def evaluate_run(options: EvaluateOptions, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Evaluate over the whole validation split of the run.
+
+    Args:
+      changes: as for `open_trained`; also of `data.sources`, if the text has moved.
 
     Returns:
       `step`; `eval_loss`, mean in nats over `eval_tokens`; `perplexity`, its exponential
@@ -23,14 +26,15 @@ def evaluate_run(options: EvaluateOptions, mesh: Mapping[str, Any]) -> dict[str,
       ConfigError: there is no validation split, its text has changed, or as `open_trained`.
       CheckpointError: as `open_trained`.
     """
-    trained = open_trained(options.run_dir, mesh, options.step)
+    trained = open_trained(options.run_dir, changes, options.step)
     data = load_data(trained.engine.config, display=Progress)
     if data.validation is None:
         raise ConfigError(f"{options.run_dir} has no validation text: its data.validation is 0")
     if trained.metadata.get("data") != data.fingerprint:
         raise ConfigError(
-            f"{options.run_dir} was trained on other text than its data.sources hold now, so its "
-            "validation split is another: restore the text"
+            f"{options.run_dir} was trained on other text than data.sources "
+            f"{' '.join(trained.engine.config.data.sources)} hold now, so its validation split is "
+            "another: restore the text, or say with --data.sources where it is"
         )
     loss = make_evaluate(trained.engine, data.validation)(trained.params, lambda: False)
     assert loss is not None

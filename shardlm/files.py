@@ -1,9 +1,12 @@
-"""Files that are either the old or the new one, whatever happens in between; and locks."""
+"""Files that are either the old or the new one, whatever happens in between; locks; and directories
+that one process writes to."""
 
 import contextlib
 import fcntl
+import itertools
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -54,6 +57,7 @@ def lock(path: Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        still_there = _is_at(path, descriptor)
     except BlockingIOError:
         owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
@@ -63,4 +67,79 @@ def lock(path: Path) -> int:
         if isinstance(error, OSError):
             error.filename = error.filename or str(path)
         raise
+    if not still_there:
+        # Its owner has removed it after it was opened here: it keeps nobody out.
+        os.close(descriptor)
+        return lock(path)
     return descriptor
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+LOCK = ".lock"
+"""Name of the lock of a directory."""
+
+
+class OwnedDirectory:
+    """A directory that this process alone writes to until `close`; made, if need be, with those
+    above it."""
+
+    def __init__(self, path: Path, check: Callable[[], None]) -> None:
+        """
+        Args:
+          check: raises what refuses the directory; called before anything is written into it, and
+            again when no other process can.
+
+        Raises:
+          Occupied: another process owns it.
+          OSError: it cannot be made or written to.
+        """
+        self.path = path
+        self._lock: int | None = None
+        while self._lock is None:
+            self._made = _make(path)
+            try:
+                check()
+                self._lock = lock(path / LOCK)
+                check()
+            except BaseException as error:
+                # If it is gone, the one who owned it has removed it in this moment.
+                if not isinstance(error, FileNotFoundError) or os.path.lexists(path):
+                    self.close()
+                    raise
+
+    def close(self) -> None:
+        """Give it up. Where nothing was made in it, nothing of it is left."""
+        with contextlib.suppress(OSError):
+            if self._lock is not None and os.listdir(self.path) == [LOCK]:
+                (self.path / LOCK).unlink()
+            for directory in self._made:
+                directory.rmdir()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _make(path: Path) -> list[Path]:
+    """Make a directory and those above it; returns the ones that were not there, from below. None
+    of them is left where one cannot be made."""
+    above = itertools.takewhile(lambda p: not os.path.lexists(p), (path, *path.parents))
+    made: list[Path] = []
+    try:
+        for directory in reversed([*above]):
+            # Another process may make it meanwhile.
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir()
+                made.insert(0, directory)
+        path.mkdir(exist_ok=True)
+    except BaseException:
+        for directory in made:
+            with contextlib.suppress(OSError):
+                directory.rmdir()
+        raise
+    return made

@@ -9,6 +9,15 @@ MESH_KEYS = ("mesh.", "run.simulate_devices")
 """Configuration keys that these commands have as flags too: by default a model is spread over the
 devices that are there, whatever it was trained on."""
 
+TEXT_KEYS = ("data.sources", "data.cache")
+"""Where the text of a run lies, for commands that read it again: it may have moved since."""
+
+
+def _check_path(name: str, path: str, what: str) -> None:
+    """Refuse no path at all, which the system takes for the directory that one is in."""
+    if not path:
+        raise ConfigError(f"{name.upper()} is empty: name {what}")
+
 
 @dataclass(frozen=True)
 class EvaluateOptions:
@@ -18,6 +27,9 @@ class EvaluateOptions:
     """Directory of a run."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
+
+    def __post_init__(self) -> None:
+        _check_path("run_dir", self.run_dir, "the directory of a run")
 
 
 MOST_IDS = 2**24
@@ -51,6 +63,7 @@ class PrepareOptions:
     """A tokenizer made from the text."""
 
     def __post_init__(self) -> None:
+        _check_path("store", self.store, "a directory for the store")
         if not 0 <= self.workers <= 1024:
             raise ConfigError(f"workers is {self.workers}: it must be from 0 to 1024")
 
@@ -141,3 +154,7 @@ class GenerateOptions(Sampling):
     """Text to continue; several flags, several texts. Default: eval.prompt of the run."""
     step: int | None = None
     """Checkpoint to use; default: the newest."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_path("run_dir", self.run_dir, "the directory of a run")

@@ -5,10 +5,12 @@ from pathlib import Path
 
 from shardlm.config import Config, ConfigError
 from shardlm.data import Preparation, Store, Tokenizer, is_store, make_tokenizer
+from shardlm.data.directory import owned, tokenizer_left
 from shardlm.data.inputs import list_inputs
-from shardlm.data.prepare import digest, owned, texts, tokenizer_left, workers_for
+from shardlm.data.prepare import digest, texts, workers_for
 from shardlm.data.readers import Reading
 from shardlm.data.stopping import Display, quiet, unless_stopped
+from shardlm.data.store import odd_documents
 from shardlm.data.subwords import train_bpe
 from shardlm.data.tokenizer import BytesTokenizer
 from shardlm.options import PrepareOptions
@@ -43,37 +45,36 @@ def prepare(
     path = Path(options.store)
     tokenizer: Tokenizer | None
     made_from = None
-    with owned(path, stopped=stopped):
+    with owned(path):
         if train == "none":
             with display("reading the text", total) as progress:
                 found = texts(inputs, reading, progress, stopped)
                 tokenizer = make_tokenizer(data.tokenizer or BytesTokenizer.name, found)
         else:
-            made_from = digest(inputs, reading, (train, str(vocab)), stopped)
+            made_from = digest(inputs, reading, (train, str(vocab)), stopped, display)
             tokenizer = tokenizer_left(path, made_from)
             if tokenizer is None:
                 with display("training the tokenizer", total) as progress:
                     found = texts(inputs, reading, progress, stopped)
                     tokenizer = unless_stopped(lambda: train_bpe(found, vocab), stopped, progress)
         workers = workers_for(tokenizer, options.workers)
-        with display("tokenizing", total) as progress:
-            return Preparation(
-                inputs,
-                reading,
-                tokenizer,
-                workers,
-                progress=progress,
-                stopped=stopped,
-                made_from=made_from,
-            ).within(path)
+        return Preparation(
+            inputs,
+            reading,
+            tokenizer,
+            workers,
+            display=display,
+            stopped=stopped,
+            made_from=made_from,
+        ).within(path)
 
 
 def describe(store: Store) -> str:
     """What a finished store holds."""
     said = store.manifest
-    odd = [f"{said[name]:,} {name}" for name in ("empty", "skipped", "replaced") if said[name]]
+    odd = odd_documents(said)
     return (
         f"{store.path}: {said['documents']:,} documents, {said['tokens']:,} tokens of "
         f"{store.tokenizer.name} ({said['vocab_size']:,} ids, {said['dtype']})"
-        + (f"; documents not as they were: {', '.join(odd)}" if odd else "")
+        + (f"; not as they were: {', '.join(odd)}" if odd else "")
     )

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 import typing
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from shardlm.config import Config, ConfigError, ModelConfig, flatten
@@ -40,9 +41,13 @@ def validate(config: Config) -> None:
             f"optim.final_fraction is {config.optim.final_fraction}: it must be from 0 to 1"
         )
     _validate_model(config.model)
+    # First, since data.batch_tokens may be what sets the batch.
+    _validate_data(config)
     _validate_batch(config)
     if not config.run.dir:
         raise ConfigError("run.dir is empty: name a directory for the run")
+    if config.data.cache == "":
+        raise ConfigError("data.cache is empty: name a directory, or leave it out")
     for key, path in [
         ("run.dir", config.run.dir),
         ("data.cache", config.data.cache or "default"),
@@ -51,7 +56,6 @@ def validate(config: Config) -> None:
         # Bytes that are not UTF-8 reach Python as lone surrogates.
         if "\0" in path or re.search("[\ud800-\udfff]", path):
             raise ConfigError(f"{key} is {path!r}: it must be UTF-8 text without NUL")
-    _validate_data(config)
     if not sources:
         raise ConfigError("data.sources is empty: name at least one file, directory or glob")
     optim, steps = config.optim, config.train.steps
@@ -171,9 +175,10 @@ def _validate_data(config: Config) -> None:
             f"data.weights are {len(data.weights)} and data.sources {len(data.sources)}: give one "
             "weight for each source, or none"
         )
-    if not all(math.isfinite(weight) and weight > 0 for weight in data.weights):
+    if not can_be_mixed(data.weights):
         raise ConfigError(
-            f"data.weights is {list(data.weights)}: each must be above 0: leave out the sources "
+            f"data.weights is {list(data.weights)}: each must be from {LEAST_WEIGHT:g} to "
+            f"{MOST_WEIGHT:g} and at least {LEAST_SHARE:g} of their sum: leave out the sources "
             "that are not wanted"
         )
     if data.overlap > data.length // 2:
@@ -202,21 +207,54 @@ def _validate_data(config: Config) -> None:
         )
 
 
+LEAST_WEIGHT, MOST_WEIGHT = 1e-300, 1e300
+"""Of a source: quotients and sums of weights beyond these would lose digits, or be infinite."""
+LEAST_SHARE = 1e-12
+"""Of a stream in a mixture: with less it would hardly come at all."""
+
+
+def can_be_mixed(weights: Sequence[float]) -> bool:
+    """Whether there is a mixture in exactly these shares."""
+    if not all(LEAST_WEIGHT <= weight <= MOST_WEIGHT for weight in weights):
+        return False
+    total = math.fsum(weights)
+    return all(weight / total >= LEAST_SHARE for weight in weights)
+
+
 def _validate_batch(config: Config) -> None:
     batch, micro = config.batch, config.micro_batch
     if batch % micro:
         raise ConfigError(
-            f"{batch_key(config)} and train.micro_batch {micro}: micro_batch must divide batch "
-            f"(batch {nearest_divisible(batch, micro)} would do, or micro_batch "
+            f"{batch_said(config)} and train.micro_batch {micro}: micro_batch must divide the "
+            f"batch ({batch_near(config, micro)} would do, or train.micro_batch "
             f"{nearest_divisor(batch, micro)})"
         )
 
 
 def batch_key(config: Config) -> str:
-    """The batch as messages name it."""
+    """The key that sets the batch."""
+    return "train.batch" if config.data.batch_tokens is None else "data.batch_tokens"
+
+
+def batch_said(config: Config) -> str:
+    """The batch as messages name it: the key that sets it, its value, and the rows that are."""
     tokens = config.data.batch_tokens
-    of = f" (data.batch_tokens {tokens} of data.length {config.data.length})" if tokens else ""
-    return f"train.batch is {config.batch}{of}"
+    if tokens is None:
+        return f"train.batch is {config.batch}"
+    return (
+        f"data.batch_tokens is {tokens} ({config.batch} rows of data.length {config.data.length})"
+    )
+
+
+def batch_of(config: Config, rows: int) -> int:
+    """The value of `batch_key` that makes so many rows."""
+    return rows if config.data.batch_tokens is None else rows * config.data.length
+
+
+def batch_near(config: Config, rows: int) -> str:
+    """Multiples of `rows` next to the batch, for messages: "train.batch 12 or 16"."""
+    near = nearest_divisible(batch_of(config, config.batch), batch_of(config, rows))
+    return f"{batch_key(config)} {near}"
 
 
 def nearest_divisible(value: int, divisor: int) -> str:

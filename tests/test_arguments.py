@@ -1,6 +1,7 @@
 """Command line and YAML: values, precedence, messages, exit status, start time."""
 
 import dataclasses
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +10,7 @@ import pytest
 
 from shardlm.arguments import difference, from_yaml, parse_config, to_yaml
 from shardlm.config import Config, ConfigError, DataConfig, EvalConfig, flatten
+from shardlm.validation import validate
 
 
 def parse(flags):
@@ -127,9 +129,19 @@ FLAG_MISTAKES = {
     "--train.remat ful": "train.remat is 'ful': it must be one of none, full; did you mean full?",
     "--model.windows 4 a": "model.windows is 'a': it must be a whole number",
     "--train.steps -1": "train.steps is -1: it must be at least 1",
-    "--train.batch 6 --train.micro_batch 4": "micro_batch must divide batch",
+    "--train.batch 6 --train.micro_batch 4": "micro_batch must divide the batch (train.batch 4 or",
+    # Before what follows from them is looked at.
+    "--data.batch_tokens 1000": "data.batch_tokens is 1000 and data.length 256: it must be a mult",
+    "--data.batch_tokens 9 --train.micro_batch 4": "data.batch_tokens is 9 and data.length 256",
+    "--data.batch_tokens 768 --train.micro_batch 2": "(data.batch_tokens 512 or 1024 would do, or",
+    "--data.sources a b --data.weights 1": "data.weights are 1 and data.sources 2",
+    "--data.sources a b --data.weights 1 0": "data.weights is [1.0, 0.0]: each must be from 1e-300",
+    "--data.sources a b --data.weights 1 1e-13": "to 1e+300 and at least 1e-12 of their sum: leave",
+    "--data.sources a b --data.weights 1e308 1e308": "data.weights is [1e+308, 1e+308]: each must",
+    "--data.sources a b --data.weights 5e-324 1e-323": "each must be from 1e-300 to 1e+300 and at",
+    "--data.sources a b --data.weights 1 .inf": "data.weights is inf: it must be a finite number",
     # At once: divisors are not found by trying all numbers.
-    "--train.batch 2000000000 --train.micro_batch 7": "or micro_batch 8)",
+    "--train.batch 2000000000 --train.micro_batch 7": "or train.micro_batch 8)",
     "--model.heads 2000000000 --model.kv_heads 7 --model.head_dim 8": "kv_heads must divide heads",
     "--model.dropout 0.9999999999": "model.dropout is 0.9999999999: it must be at most 0.999",
     "--model.windows 4 3000000000": "windows is 3000000000: it must be at most 2147483647",
@@ -152,6 +164,13 @@ def test_mistakes_in_flags_end_in_one_message(flags, capsys):
     assert captured.err.startswith("shardlm train: ")
     assert captured.err.count("\n") == 1
     assert FLAG_MISTAKES[flags] in captured.err
+
+
+def test_weights_made_in_python_are_checked_too():
+    for odd in (math.nan, math.inf, -1.0):
+        config = Config(data=DataConfig(sources=("a", "b"), weights=(1.0, odd)))
+        with pytest.raises(ConfigError, match=r"^data\.weights is \[1\.0, .*each must be from"):
+            validate(config)
 
 
 def test_every_whole_number_has_a_limit(capsys):

@@ -13,8 +13,10 @@ import jax
 import pytest
 
 from shardlm import cli
+from shardlm.arguments import parse_options
 from shardlm.config import Config, EvalConfig, RunConfig
 from shardlm.observe import RunDirectory, read_metrics
+from shardlm.options import TEXT_KEYS, EvaluateOptions
 from shardlm.train.commands import Commands
 
 ROOT = Path(__file__).parents[1]
@@ -74,7 +76,7 @@ def test_configurations_that_cannot_be_used(flags, text, tmp_path, capsys):
     run = tmp_path / "run"
     argv = [*FLAGS.split(), "--data.sources", str(text), "--run.dir", str(run), *flags.split()]
     assert_refused(capsys, argv, *CONFIGURATION[flags])
-    assert not run.exists() or [path.name for path in run.iterdir()] == [".lock"]
+    assert not run.exists()
 
 
 def test_data_that_cannot_be_used(tmp_path, capsys):
@@ -90,8 +92,9 @@ def test_data_that_cannot_be_used(tmp_path, capsys):
         "folder": "folder",
     }
     for name, part in cases.items():
-        argv = [*FLAGS.split(), "--run.dir", str(tmp_path / "run")]
+        argv = [*FLAGS.split(), "--run.dir", str(tmp_path / "runs" / "run")]
         assert_refused(capsys, [*argv, "--data.sources", str(tmp_path / name)], part)
+        assert not (tmp_path / "runs").exists()
 
 
 def test_what_the_system_refuses(unprivileged, capsys):
@@ -157,7 +160,7 @@ assert "jax" not in sys.modules
 
 def test_options_of_the_other_verbs(capsys):
     cases = {
-        "": "the following arguments are required: run_dir",
+        "": "RUN_DIR is missing (--help says what it is)",
         "run --prompt": "--prompt: expected one argument",
         "run --top_k 1.5": "top_k is 1.5: it must be a whole number",
         "run --top_p 2": "top_p is 2.0: it must be above 0 and at most 1",
@@ -173,6 +176,49 @@ def test_options_of_the_other_verbs(capsys):
     for word in ("generate RUN_DIR", "--prompt", "--mesh.model", "--run.simulate_devices"):
         assert word in text
     assert "Divides the logits; 0 takes the likeliest. (type: float; default: 0.8)" in text
+
+
+def test_an_argument_that_is_missing_is_named_as_in_the_usage_line(capsys):
+    for verb, argv, name in (
+        (cli.prepare, [], "STORE"),
+        (cli.data, ["describe"], "CONFIGURATION"),
+        (cli.evaluate, ["--step", "3"], "RUN_DIR"),
+        (cli.bench, [], "NAME"),
+    ):
+        assert_refused(capsys, argv, f": {name} is missing (--help says what it is)", verb=verb)
+        assert status(verb, [*argv, "--help"]) == 0
+        assert re.match(rf"usage: .*\b{name}\b", capsys.readouterr().out)
+    assert status(cli.data, []) == 2
+    assert "usage: shardlm data describe CONFIGURATION" in capsys.readouterr().err
+
+
+def test_an_empty_path_is_not_the_working_directory(text, tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    sources = ["--data.sources", str(text)]
+    assert_refused(capsys, ["", *sources], "STORE is empty: name a dir", verb=cli.prepare)
+    for verb in (cli.evaluate, cli.generate):
+        assert_refused(capsys, [""], "RUN_DIR is empty: name the directory of a run", verb=verb)
+    assert_refused(capsys, [*sources, "--run.dir", ""], "run.dir is empty: name a directory")
+    assert_refused(capsys, [*sources, "--data.cache", ""], "data.cache is empty: name a directory")
+    assert not list((tmp_path / "here").iterdir())
+
+
+def test_flags_that_keep_the_value_of_the_run(capsys):
+    def parse(flags):
+        _, values = parse_options(EvaluateOptions, (), flags.split(), kept=TEXT_KEYS)
+        return values
+
+    assert parse("run") == {}
+    assert parse("run --data.sources a b") == {"data.sources": ("a", "b")}
+    assert parse("run --data.cache c --data.sources=a") == {
+        "data.sources": ("a",),
+        "data.cache": "c",
+    }
+    assert status(cli.evaluate, ["--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert text.count("default: that of the run)") == 2
+    assert_refused(capsys, ["run", "--data.source", "a"], "mean --data.sources?", verb=cli.evaluate)
 
 
 def test_unexpected_failures_keep_their_traceback():

@@ -151,7 +151,7 @@ def test_statuses(recipe, tmp_path, capsys):
     file = str(recipe)
     (tmp_path / "bad.yaml").write_text("data: {lenght: 3}")
     cases = {
-        ("describe",): "the following arguments are required: configuration",
+        ("describe",): "CONFIGURATION is missing",
         ("describe", "gone.yaml"): "gone.yaml: No such file or directory",
         ("describe", f"{tmp_path}/bad.yaml"): "bad.yaml:1: data.lenght is not a key",
         ("describe", file, "--data.lenght", "3"): "did you mean --data.length?",

@@ -1,14 +1,17 @@
 """`shardlm prepare`: text into a store, and training from it."""
 
+import contextlib
 import json
 import os
+import socket
+import threading
 
 import numpy as np
 import pytest
 
 from shardlm import cli
 from shardlm.config import Config, DataConfig, TrainConfig
-from shardlm.data import DataError, is_store, load_data, open_store
+from shardlm.data import DataError, load_data, open_store
 from shardlm.data.inputs import list_inputs
 from shardlm.data.prepare import Interrupted, Preparation
 from shardlm.data.readers import Reading
@@ -67,7 +70,11 @@ def test_an_interrupted_preparation_goes_on_and_the_files_are_the_same(folder, t
         preparation(folder, stopped=lambda: next(asked)).into(tmp_path / "store")
     first = (tmp_path / "store" / "00000.tokens").stat()
     done = []
-    preparation(folder, progress=lambda size, tokens: done.append(tokens)).into(tmp_path / "store")
+
+    def shows(what, total):
+        return contextlib.nullcontext(lambda size, tokens: done.append(tokens))
+
+    preparation(folder, display=shows).into(tmp_path / "store")
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
     assert (tmp_path / "store" / "00000.tokens").stat().st_mtime_ns == first.st_mtime_ns
     assert sum(done) < sum(open_store(tmp_path / "whole").lengths)
@@ -162,17 +169,30 @@ def test_ids_altered_in_a_large_store_are_refused_when_they_are_read(folder, tmp
     [
         ({"a.jsonl": '{"text": "x"}\n{"text": \n'}, [], ["a.jsonl:2 is not JSON"]),
         ({"a.jsonl": '{"body": "x"}\n'}, [], ["a.jsonl:1 has no field 'text' (it has body)"]),
-        ({"a.jsonl": '{"text": ""}\n\n{"text": ""}\n', "b.txt": ""}, [], ["is empty", "3 empty"]),
+        (
+            {"a.jsonl": '{"text": ""}\n\n{"text": ""}\n', "b.txt": ""},
+            [],
+            ["a.jsonl and 1 more is empty or left out (3 documents empty and left out)"],
+        ),
         ({"a.txt": b"ab\xff"}, [], ["a.txt is not UTF-8: byte 0xff at offset 2", "iconv"]),
-        ({"a.txt": b"ab\xff"}, ["--data.errors", "skip"], ["0 empty, 1 skipped", "give some text"]),
+        (
+            {"a.jsonl": "\n"},
+            [],
+            ["every document of", "a.jsonl is empty or left out (there is none)"],
+        ),
+        (
+            {"a.txt": b"ab\xff"},
+            ["--data.errors", "skip"],
+            ["a.txt is empty or", "(1 document not UTF"],
+        ),
         ({"a.npy": np.array([1, 2, 300])}, [], ["a.npy: id 300 at place 2", "data.tokenizer"]),
-        ({"a.txt": ""}, [], ["every file of", "is empty: put text in one"]),
+        ({"a.txt": ""}, [], ["every file of", "is empty (a.txt): put text in one, or"]),
         ({}, [], ["has no text file"]),
     ],
 )
 def test_what_cannot_be_used_is_one_message_and_status_2(files, flags, parts, tmp_path, capsys):
-    """And leaves nothing that is in the way of the same command with the text corrected."""
-    folder, store = tmp_path / "texts", tmp_path / "store"
+    """And leaves nothing, so that the same command works with the text corrected."""
+    folder, store = tmp_path / "texts", tmp_path / "stores" / "a"
     folder.mkdir()
     for name, content in files.items():
         if isinstance(content, np.ndarray):
@@ -185,7 +205,7 @@ def test_what_cannot_be_used_is_one_message_and_status_2(files, flags, parts, tm
     assert (output, error.count("\n")) == ("", 1)
     for part in ["error: data.sources: ", *parts]:
         assert part in error
-    assert not is_store(store)
+    assert not store.parent.exists()
     for path in folder.iterdir():
         path.unlink()
     (folder / "good.txt").write_text("good")
@@ -208,19 +228,65 @@ def test_a_line_of_20_megabytes(tmp_path):
 
 
 def test_two_at_once(folder, tmp_path):
-    """The second is refused, or waits where it was asked to, and can be told to stop."""
-    path = tmp_path / "store"
+    """The second is refused, or waits in the cache, says for whom, and can be told to stop."""
+    path = tmp_path / preparation(folder).key
     path.mkdir()
+    shown = []
+
+    @contextlib.contextmanager
+    def shows(what, total):
+        shown.append(what)
+        yield lambda size, tokens: None
+        shown.append("done")
+
     held = lock(path / ".lock")
     try:
         with pytest.raises(DataError, match=rf"process {os.getpid()} on .* is preparing {path}"):
             preparation(folder).into(path)
-        asked = iter([False, True])
+        hashing = preparation(folder, display=shows)
+        assert hashing.key == path.name
+        assert shown == ["hashing the text", "done"]
+        asked = iter([False, False, True])
+        hashing.stopped = lambda: next(asked)
         with pytest.raises(Interrupted):
-            preparation(folder, stopped=lambda: next(asked)).into(path, wait=True)
+            hashing.cached(tmp_path)
+        waits = f"waiting for process {os.getpid()} on {socket.gethostname()}, which is preparing"
+        assert shown[2:] == [f"{waits} {path}"]
+        del shown[2:]
+        timer = threading.Timer(0.3, os.close, [held])
+        timer.start()
+        hashing.stopped = lambda: False
+        assert hashing.cached(tmp_path).manifest["documents"] == 40
+        assert shown[2:] == [f"{waits} {path}", "done", "tokenizing", "done"]
     finally:
-        os.close(held)
-    assert preparation(folder).into(path).manifest["documents"] == 40
+        timer.join()
+
+
+def test_hashing_and_tokenizing_are_shown_by_themselves(folder, tmp_path):
+    """Each with the bytes of all files."""
+    size = sum(path.stat().st_size for path in folder.iterdir())
+    shown = []
+
+    @contextlib.contextmanager
+    def shows(what, total):
+        done = []
+        yield lambda size, tokens: done.append(size)
+        shown.append((what, total, sum(done)))
+
+    preparation(folder, display=shows, what="tokenizing it").cached(tmp_path)
+    assert shown == [("hashing the text", size, size), ("tokenizing it", size, size)]
+    preparation(folder, display=shows).cached(tmp_path)
+    assert shown[2:] == [("hashing the text", size, size)]
+
+
+def test_a_place_that_cannot_be_written_to(folder, tmp_path, capsys):
+    """A file in its place or above it, or a file system that takes nothing."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "store", "/proc/store"):
+        assert cli.run(cli.prepare, [str(path), "--data.sources", str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: STORE is {path}: ")
+        assert error.endswith("; name a directory that can be written to\n")
 
 
 @pytest.mark.parametrize(

@@ -142,20 +142,31 @@ def open_sources(
                 "again"
             )
     workers = workers_for(tokenizer)
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    cache = Path(data.cache or f"{home}/shardlm").expanduser()
+    cache = _cache(data.cache)
     stores = []
     for source in data.sources:
         if source in given:
             stores.append(given[source])
             continue
-        inputs = listed[source]
-        with display(f"tokenizing {source}", sum(found.size for found in inputs)) as progress:
-            preparation = Preparation(
-                inputs, reading, tokenizer, workers, progress=progress, stopped=stopped
-            )
-            stores.append(preparation.into(cache / preparation.key, wait=True))
+        preparation = Preparation(
+            listed[source],
+            reading,
+            tokenizer,
+            workers,
+            display=display,
+            what=f"tokenizing {source}",
+            stopped=stopped,
+        )
+        stores.append(preparation.cached(cache))
     return stores
+
+
+def _cache(given: str | None) -> Path:
+    path = given or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/shardlm"
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # Nobody's home.
+        raise DataError(f"data.cache is {path}: {error}; name a directory") from None
 
 
 def _choose_tokenizer(name: str | None, stores: Sequence[Store]) -> Tokenizer | None:

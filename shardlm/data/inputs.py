@@ -136,9 +136,13 @@ def list_inputs(source: str) -> list[Input]:
     if all(_is_empty(file, size) for _, file, size in found):
         if explicit:
             raise DataError(
-                f"data.sources: {path} is empty: remove it from the sources, or put text in it"
+                f"data.sources: {path} is empty: put text in it, or leave it out of the sources"
             )
-        raise DataError(f"data.sources: every file of {source} is empty: put text in one")
+        names = ", ".join(name for name, _, _ in found[:3]) + ", ..." * (len(found) > 3)
+        raise DataError(
+            f"data.sources: every file of {source} is empty ({names}): put text in one, or leave "
+            "it out of the sources"
+        )
     return [_input(name, file, size or 0) for name, file, size in found]
 
 
@@ -158,9 +162,9 @@ def _input(name: str, path: str, size: int) -> Input:
             )
     kind: Kind = "rows" if suffix in ROW_SUFFIXES else _BINARY.get(suffix, "text")
     if kind == "parquet":
-        require("pyarrow", "parquet", path)
+        require("pyarrow", "parquet", f"data.sources: {path}")
     if compression == "zst":
-        require("zstandard", "zstd", path)
+        require("zstandard", "zstd", f"data.sources: {path}")
     return Input(name, path, kind, compression, size)
 
 
@@ -314,7 +318,7 @@ def _hub(source: str) -> Input:
             f"data.sources: {source} names no dataset: write hf:NAME or hf:NAME:CONFIG:SPLIT, for "
             "example hf:roneneldan/TinyStories"
         )
-    require("datasets", "hf", source)
+    require("datasets", "hf", f"data.sources: {source}")
     return Input(name, f"{HUB}{name}:{config}:{split}", "hub")
 
 
@@ -330,7 +334,7 @@ def _is_dataset(path: str) -> bool:
 
 
 def _dataset(path: str) -> Input:
-    require("datasets", "hf", path)
+    require("datasets", "hf", f"data.sources: {path}")
     size = 0
     for file in _state(path)["_data_files"]:
         try:

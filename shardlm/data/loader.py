@@ -25,7 +25,7 @@ from shardlm.data.mixture import Mixture
 from shardlm.data.rows import Batch, Segments, lay_out, ranges
 from shardlm.data.stream import Stream
 from shardlm.data.summary import Summary, check_predictable, summarize
-from shardlm.validation import batch_key
+from shardlm.validation import batch_key, batch_of, batch_said
 
 
 @dataclass(frozen=True)
@@ -374,16 +374,18 @@ def _too_few_rows(
     tokens, length = sum(c.size for c in corpora), config.data.length
     if len(shapes) > 1 or shapes[0].length < length:
         return (
-            f"{batch_key(config)} and data.length {length}, so that an update has "
+            f"{batch_said(config)} and data.length {length}, so that an update has "
             f"{config.batch * length} places: the training text ({tokens} tokens) fills fewer: "
             "give more text, or lower the batch or data.length"
         )
     message = (
-        f"{batch_key(config)} and the training text has only {rows} rows of data.length "
-        f"{length} ({tokens} tokens): give more text, set train.batch to {rows} or less"
+        f"{batch_said(config)} and the training text has only {rows} rows of data.length "
+        f"{length} ({tokens} tokens): give more text, set {batch_key(config)} to "
+        f"{batch_of(config, rows)} or less"
     )
-    # The longest rows of which there are `batch`.
-    shorter = (tokens - 1) // (config.batch - 1) if config.batch > 1 else 0
+    # The longest rows of which there are `batch`; of data.batch_tokens there would be more then.
+    fixed = config.data.batch_tokens is None and config.batch > 1
+    shorter = (tokens - 1) // (config.batch - 1) if fixed else 0
     if config.data.packing == "concat" and shorter >= 2:
         message += f", or data.length to {shorter} or less"
     return message

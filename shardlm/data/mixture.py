@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from shardlm.data.errors import DataError
+from shardlm.validation import LEAST_SHARE, can_be_mixed
 
 LAST_PLACE = 2**40
 """The end of the places that can be asked for: up to here a float64 time is right to 1/1000."""
@@ -40,17 +41,17 @@ class Mixture:
         """Streams in proportion to `weights`, which need not sum to 1.
 
         Raises:
-          DataError: no weight, one that is not a positive number below 1e300, or a share below
-            1e-12, which would hardly come within `LAST_PLACE` places.
+          DataError: no weight, or weights that `can_be_mixed` does not allow, as some that are
+            given together with rows of several lengths may come out.
         """
         given = list(weights)
-        total = math.fsum(given) if all(0 < w < 1e300 for w in given) else math.inf
-        if not given or not all(w / total >= 1e-12 for w in given):
+        if not given or not can_be_mixed(given):
             raise DataError(
-                f"the weights of a mixture are {given}: there must be at least one, each positive, "
-                "below 1e300 and at least 1e-12 of their sum; leave out what is not wanted"
+                f"the weights of a mixture are {given}: there must be at least one, and each at "
+                f"least {LEAST_SHARE:g} of their sum: make data.weights less uneven, leave out "
+                "what is not wanted, or use another data.packing than padded_buckets"
             )
-        self.shares = np.array(given) / total
+        self.shares = np.array(given) / math.fsum(given)
 
     def draw(
         self, start: int, count: int

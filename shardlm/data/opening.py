@@ -7,6 +7,7 @@ not use, and every fault is an error that names the source.
 import contextlib
 import importlib
 import re
+import sys
 from collections.abc import Iterator
 from typing import IO, Any, NoReturn
 
@@ -44,14 +45,15 @@ def require(package: str, extra: str, what: str) -> Any:
     """The optional package, imported.
 
     Raises:
-      DataError: it is not installed; `what` needs it, `extra` of shardlm brings it.
+      DataError: it is not installed; `what`, as messages begin, needs it, and the extra `extra`
+        of shardlm brings it.
     """
     try:
         return importlib.import_module(package)
     except ImportError as error:
         raise DataError(
-            f"data.sources: {what} needs the package {package} ({error}): "
-            f"pip install 'shardlm[{extra}]'"
+            f"{what} needs the package {package} ({error}): in the clone of shardlm, give make "
+            f"setup EXTRAS={extra}, or, for an environment of your own, pip install '.[{extra}]'"
         ) from error
 
 
@@ -61,7 +63,7 @@ def from_hub(path: str, load: str, **options: Any) -> Any:
     Raises:
       DataError: no such dataset, or it cannot be reached.
     """
-    datasets = require("datasets", "hf", path)
+    datasets = require("datasets", "hf", f"data.sources: {path}")
     name, config, _ = path.removeprefix(HUB).split(":")
     with reported(path, "correct the name, the configuration and the split, or the network"):
         return getattr(datasets, load)(name, config or None, **options)
@@ -76,11 +78,9 @@ def unreadable(error: OSError, path: str | None = None) -> NoReturn:
 
 def filesystem(url: str) -> tuple[Any, str]:
     """The fsspec file system of a URL and the path in it."""
-    try:
-        import fsspec.core
-        from fsspec.registry import known_implementations
-    except ImportError as error:
-        raise DataError(f"data.sources: {url} needs fsspec: pip install fsspec") from error
+    import fsspec.core
+    from fsspec.registry import known_implementations
+
     try:
         with reported(url):
             return fsspec.core.url_to_fs(url)
@@ -92,7 +92,8 @@ def filesystem(url: str) -> tuple[Any, str]:
         # What fsspec itself implements needs packages that an extra of fsspec names.
         package = f"fsspec[{scheme}]" if package == "fsspec" else package
         raise DataError(
-            f"data.sources: {url} needs a package ({error.__cause__}): pip install '{package}'"
+            f"data.sources: {url} needs a package ({error.__cause__}): {sys.executable} -m pip "
+            f"install '{package}'"
         ) from error.__cause__
 
 

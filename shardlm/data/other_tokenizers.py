@@ -8,7 +8,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from importlib import import_module
 from json import dumps
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shardlm.data.errors import DataError
+from shardlm.data.opening import require
 from shardlm.data.tokenizer import ACCEPTED, ENDS, Tokenizer, checked, utf8
 
 
@@ -49,7 +49,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _library(self) -> Any:
-        package = _import(self.kind)
+        package = require(self.kind, self.kind, "the tokenizer")
         try:
             # An empty one is taken for none.
             library = package.SentencePieceProcessor(model_proto=self.model or b"\0")
@@ -136,7 +136,7 @@ class TiktokenTokenizer(Tokenizer):
     @functools.cached_property
     def _library(self) -> Any:
         try:
-            package = _import(self.kind)
+            package = require(self.kind, self.kind, "the tokenizer")
         except DataError as error:
             raise DataError(f"data.tokenizer is {self.name!r}: {error}") from None
         known = package.list_encoding_names()
@@ -210,15 +210,6 @@ class TiktokenTokenizer(Tokenizer):
             },
             sort_keys=True,
         )
-
-
-def _import(package: str) -> Any:
-    try:
-        return import_module(package)
-    except ImportError:
-        raise DataError(
-            f"the package {package} is missing: pip install 'shardlm[{package}]'"
-        ) from None
 
 
 def _or_none(number: int) -> int | None:

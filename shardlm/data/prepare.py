@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
@@ -17,14 +16,22 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from shardlm.data.directory import PROGRESS, other_store, owned, progress_of
 from shardlm.data.errors import DataError
 from shardlm.data.inputs import Input
 from shardlm.data.readers import Chunk, Reading, parse, read_chunks
-from shardlm.data.stopping import Interrupted, Progress, result_of, unless_stopped, unseen
+from shardlm.data.stopping import (
+    Display,
+    Interrupted,
+    Progress,
+    quiet,
+    result_of,
+    unless_stopped,
+    unseen,
+)
 from shardlm.data.store import (
     COUNTS,
     FORMAT,
@@ -34,6 +41,7 @@ from shardlm.data.store import (
     Store,
     is_store,
     manifest_of,
+    odd_documents,
     open_store,
     read_manifest,
     write_shard,
@@ -44,11 +52,10 @@ from shardlm.data.tokenizer import (
     BytesTokenizer,
     CharactersTokenizer,
     Tokenizer,
-    from_json,
 )
 from shardlm.data.tokenizing import Tokenized, tokenize
 from shardlm.data.workers import Workers
-from shardlm.files import Occupied, lock, replace_text
+from shardlm.files import replace_text
 
 SHARD_TOKENS = 1 << 25
 """A shard is closed by the chunk with which it has this many ids."""
@@ -56,7 +63,6 @@ THREADS = 4
 """Threads that tokenize, at most, and the cores up to which they are used rather than processes.
 What Python does to a text before and after the library, some tenth of the work, it does in one
 thread at a time."""
-_LOCK, _PROGRESS = ".lock", "progress.json"
 
 
 @dataclass
@@ -68,7 +74,9 @@ class Preparation:
     tokenizer: Tokenizer
     workers: int = 1
     shard_tokens: int = SHARD_TOKENS
-    progress: Progress = unseen
+    display: Display = quiet
+    what: str = "tokenizing"
+    """What the display shows while it is done."""
     stopped: Callable[[], bool] = lambda: False
     """Asked now and then: whether to stop."""
     made_from: str | None = None
@@ -78,41 +86,60 @@ class Preparation:
     def key(self) -> str:
         """Digest of all that decides what the store will hold."""
         settings = self.tokenizer.fingerprint(), str(self.shard_tokens)
-        return digest(self.inputs, self.reading, settings, self.stopped, self.progress)
+        return digest(self.inputs, self.reading, settings, self.stopped, self.display)
 
-    def into(self, path: Path, wait: bool = False) -> Store:
+    def into(self, path: Path) -> Store:
         """Make the store, or finish it; one that is there is opened.
 
         Args:
           path: its directory; made if need be.
-          wait: for another process that prepares the same, rather than refuse.
 
         Raises:
-          DataError: the directory holds something else, another process is at work in it, or the
-            text cannot be used. Finished shards stay.
+          DataError: the directory holds something else or cannot be made, another process is at
+            work in it, or the text cannot be used. Finished shards stay.
           Interrupted: `stopped`; finished shards stay.
           WorkerLost: a process that tokenizes has ended. Finished shards stay.
           OSError: the disk is full or cannot be written to. Finished shards stay.
         """
         if is_store(path):
             return self.within(path)
-        with owned(path, wait, self.stopped):
+        with owned(path):
+            return self.within(path)
+
+    def cached(self, cache: Path) -> Store:
+        """`into` a directory below `data.cache`, which the key names. Another process that prepares
+        the same is waited for."""
+        path = cache / self.key
+        if is_store(path):
+            return self.within(path)
+        with owned(path, cache, self.stopped, self.display):
             return self.within(path)
 
     def within(self, path: Path) -> Store:
         """`into` a directory that this process owns already."""
         if is_store(path):
             if read_manifest(path)["key"] != self.key:
-                raise _other(path)
+                raise other_store(path)
             with contextlib.suppress(OSError):
                 # Killed between the last two steps of `_make`.
-                (path / _PROGRESS).unlink(missing_ok=True)
+                (path / PROGRESS).unlink(missing_ok=True)
         else:
-            self._make(path)
+            try:
+                self._make(path)
+            except DataError:
+                self._clear(path)
+                raise
         return open_store(path)
 
+    def _clear(self, path: Path) -> None:
+        """Leave nothing of a text that is refused before one of its shards is finished."""
+        with contextlib.suppress(DataError):
+            if progress_of(path, "key", self.key).get("shards") == []:
+                for name in (PROGRESS, TOKENIZER):
+                    (path / name).unlink(missing_ok=True)
+
     def _make(self, path: Path) -> None:
-        done = _progress_of(path, "key", self.key)
+        done = progress_of(path, "key", self.key)
         shards = [ShardInfo(**s) for s in done.get("shards", ())]
         counts = np.array(done.get("counts", [0] * len(COUNTS)))
         chunks_done = int(done.get("chunks", 0))
@@ -126,44 +153,49 @@ class Preparation:
                 "counts": counts.tolist(),
                 "shards": [dataclasses.asdict(s) for s in shards],
             }
-            replace_text(path / _PROGRESS, json.dumps(state))
+            replace_text(path / PROGRESS, json.dumps(state))
 
         save()  # First: a directory that has it is ours.
         replace_text(path / TOKENIZER, self.tokenizer.to_json())
         chunks = read_chunks(self.inputs, self.reading, self.tokenizer.end_of_document)
-        for chunk in islice(chunks, chunks_done):
-            if self.stopped():
-                raise Interrupted
-            self.progress(chunk.stored_bytes, 0)
         parts: list[Tokenized] = []
-        with contextlib.closing(self._tokenized(chunks)) as results:
-            for stored_bytes, part in results:
-                parts.append(part)
-                chunks_done += 1
-                self.progress(stored_bytes, len(part.ids))
-                if sum(len(p.ids) for p in parts) >= self.shard_tokens:
-                    shards.append(_write(path, len(shards), parts))
-                    counts += np.sum([p.counts for p in parts], axis=0)
-                    parts = []
-                    save()
+        with self.display(self.what, sum(found.size for found in self.inputs)) as progress:
+            for chunk in islice(chunks, chunks_done):
+                if self.stopped():
+                    raise Interrupted
+                progress(chunk.stored_bytes, 0)
+            with contextlib.closing(self._tokenized(chunks, progress)) as results:
+                for stored_bytes, part in results:
+                    parts.append(part)
+                    chunks_done += 1
+                    progress(stored_bytes, len(part.ids))
+                    if sum(len(p.ids) for p in parts) >= self.shard_tokens:
+                        shards.append(_write(path, len(shards), parts))
+                        counts += np.sum([p.counts for p in parts], axis=0)
+                        parts = []
+                        save()
         if parts:
             counts += np.sum([p.counts for p in parts], axis=0)
             if any(len(p.ids) for p in parts):
                 shards.append(_write(path, len(shards), parts))
-        if not shards:
-            raise DataError(
-                "data.sources: every document is empty or left out "
-                f"({', '.join(f'{n} {name}' for name, n in zip(COUNTS, counts, strict=True))}): "
-                "give some text"
-            )
         named = dict(zip(COUNTS, counts.tolist(), strict=True))
+        if not shards:
+            others = len(self.inputs) - 1
+            files = self.inputs[0].path + (f" and {others:,} more" if others else "")
+            odd = ", ".join(odd_documents(named)) or "there is none"
+            raise DataError(
+                f"data.sources: every document of {files} is empty or left out ({odd}): put text "
+                "in one, or leave them out of the sources"
+            )
         manifest = manifest_of(shards, self.tokenizer, named, self.key)
         if self.made_from is not None:
             manifest["made_from"] = self.made_from
         replace_text(path / MANIFEST, json.dumps(manifest, indent=1))
-        (path / _PROGRESS).unlink(missing_ok=True)
+        (path / PROGRESS).unlink(missing_ok=True)
 
-    def _tokenized(self, chunks: Iterator[Chunk]) -> Generator[tuple[int, Tokenized], None, None]:
+    def _tokenized(
+        self, chunks: Iterator[Chunk], progress: Progress
+    ) -> Generator[tuple[int, Tokenized], None, None]:
         """Chunks as ids, in their order, with the bytes that each has as stored."""
         waiting: deque[tuple[int, Future[Tokenized]]] = deque()
         with self._at_work() as (number, submit):
@@ -173,7 +205,7 @@ class Preparation:
                 if not waiting:
                     return
                 stored_bytes, result = waiting.popleft()
-                yield stored_bytes, result_of(result, self.stopped, self.progress)
+                yield stored_bytes, result_of(result, self.stopped, progress)
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[tuple[int, Callable[[Chunk], Future[Tokenized]]]]:
@@ -200,7 +232,7 @@ def digest(
     reading: Reading,
     settings: Sequence[str],
     stopped: Callable[[], bool] = lambda: False,
-    progress: Progress = unseen,
+    display: Display = quiet,
 ) -> str:
     """Hexadecimal digest of what the inputs hold, how they are read, and `settings`.
 
@@ -208,7 +240,14 @@ def digest(
       DataError: one cannot be read.
       Interrupted: `stopped`.
     """
-    contents = unless_stopped(lambda: [found.content for found in inputs], stopped, progress)
+    with display("hashing the text", sum(found.size for found in inputs)) as progress:
+
+        def content(found: Input) -> str:
+            content = found.content
+            progress(found.size, 0)
+            return content
+
+        contents = unless_stopped(lambda: [*map(content, inputs)], stopped, progress)
     parts = [
         FORMAT,
         repr((reading.field, reading.errors, *settings)),
@@ -218,101 +257,6 @@ def digest(
         ),
     ]
     return blake2b("\n".join(parts).encode(errors="surrogateescape"), digest_size=16).hexdigest()
-
-
-@contextlib.contextmanager
-def owned(
-    path: Path, wait: bool = False, stopped: Callable[[], bool] = lambda: False
-) -> Iterator[None]:
-    """Own the directory of a store that is to be made.
-
-    Raises:
-      DataError: it is a file, or, unless it shall `wait`, another process owns it.
-      Interrupted: `stopped` while it waits.
-      OSError: it cannot be made.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise DataError(f"{path} is a file: name a directory for the store") from None
-    _refuse_foreign(path)
-    while True:
-        try:
-            descriptor = lock(path / _LOCK)
-            break
-        except Occupied as owner:
-            if not wait:
-                raise DataError(
-                    f"{owner} is preparing {path}: wait for it to end, or name another directory"
-                ) from None
-            if stopped():
-                raise Interrupted from None
-            time.sleep(0.2)
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _refuse_foreign(path: Path) -> None:
-    """Refuse a directory that holds something else than a store, before it gets a file."""
-    if is_store(path) or (path / _PROGRESS).exists():
-        return
-    if others := {p.name for p in path.iterdir()} - {_LOCK, f".{_PROGRESS}.tmp"}:
-        raise DataError(
-            f"{path} is not empty and no store (it has {', '.join(sorted(others)[:3])}): name "
-            "another directory"
-        )
-
-
-def tokenizer_left(path: Path, made_from: str) -> Tokenizer | None:
-    """The tokenizer that an earlier preparation made from the text of the digest `made_from` and
-    left in the directory; None if there is none.
-
-    Raises:
-      DataError: the directory holds the work of another one, or something else.
-    """
-    if is_store(path):
-        found = read_manifest(path)
-        if found.get("made_from") != made_from:
-            raise _other(path)
-    else:
-        found = _progress_of(path, "made_from", made_from)
-    try:
-        tokenizer = from_json((path / TOKENIZER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return tokenizer if tokenizer.fingerprint() == found.get("tokenizer") else None
-
-
-def _other(path: Path) -> DataError:
-    return DataError(
-        f"{path} is a finished store of other text, tokenizer or settings: name another "
-        "directory, or remove it"
-    )
-
-
-def _progress_of(path: Path, mark: str, value: str) -> dict[str, Any]:
-    """How far an earlier preparation came whose `mark` has this value; empty if there was none, or
-    another one that has finished nothing."""
-    try:
-        found = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
-        same, started = found[mark] == value, bool(found["shards"])
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError, TypeError):
-        raise DataError(
-            f"{path / _PROGRESS} is not what an unfinished preparation leaves: name another "
-            "directory, or remove it"
-        ) from None
-    if same:
-        return dict(found)
-    if started:
-        raise DataError(
-            f"{path} holds an unfinished store of other text, tokenizer or settings: finish that, "
-            "name another directory, or remove it"
-        )
-    return {}
 
 
 def texts(

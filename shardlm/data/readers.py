@@ -358,7 +358,7 @@ def _decompressed(found: Input) -> Iterator[tuple[IO[bytes], Any]]:
             file = stack.enter_context(gzip.GzipFile(fileobj=stored))
             errors = EOFError, OSError, zlib.error
         elif found.compression == "zst":
-            zstandard = require("zstandard", "zstd", found.path)
+            zstandard = require("zstandard", "zstd", f"data.sources: {found.path}")
             file = stack.enter_context(io.BufferedReader(_Zstandard(stored, zstandard)))
             errors = EOFError, zstandard.ZstdError
         with stack:

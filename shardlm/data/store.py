@@ -14,6 +14,7 @@ altered on the disk are never trained on.
 """
 
 import json
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -31,8 +32,12 @@ from shardlm.files import replace_bytes
 FORMAT = "shardlm-store-1"
 MANIFEST = "store.json"
 TOKENIZER = "tokenizer.json"
-COUNTS = ("empty", "skipped", "replaced")
-"""Of documents that are not in a store as they were."""
+COUNTS = {
+    "empty": "empty and left out",
+    "skipped": "not UTF-8 and left out",
+    "replaced": "with U+FFFD for what was not UTF-8",
+}
+"""Of documents that are not in a store as they were: names of the counts, and what people read."""
 BLOCK = 1 << 16
 """Bytes of ids that share a checksum."""
 CHECKED_AT_ONCE = 1 << 28
@@ -108,9 +113,19 @@ class Store:
         return str(self.manifest["fingerprint"])
 
 
+def odd_documents(counts: Mapping[str, Any]) -> list[str]:
+    """What people read of the `COUNTS` that are not 0: "1 document empty and left out"."""
+    return [
+        f"{counts[name]:,} document{'s' * (counts[name] != 1)} {what}"
+        for name, what in COUNTS.items()
+        if counts[name]
+    ]
+
+
 def is_store(path: str | Path) -> bool:
     """Whether a directory is a finished store."""
-    return (Path(path) / MANIFEST).is_file()
+    # Not pathlib's, which raises where the directory may not be looked into.
+    return os.path.isfile(Path(path) / MANIFEST)
 
 
 def manifest_of(

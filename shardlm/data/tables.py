@@ -17,7 +17,7 @@ def columns(found: Input, field: str, target_bytes: int) -> Iterator[Column]:
     Texts are bytes, since Arrow does not check that they are UTF-8.
 
     Raises:
-      DataError: it cannot be read, or has no such column, or one without text.
+      DataError: it cannot be read, has no such column or several, or one without text.
     """
     if found.kind == "parquet":
         yield from _of_parquet(found, field, target_bytes)
@@ -48,7 +48,7 @@ def _of_parquet(found: Input, field: str, target_bytes: int) -> Iterator[Column]
 
 
 def _of_dataset(found: Input, field: str, target_bytes: int) -> Iterator[Column]:
-    datasets = require("datasets", "hf", found.path)
+    datasets = require("datasets", "hf", f"data.sources: {found.path}")
     with reported(found.path, "save the dataset again"):
         dataset = datasets.load_from_disk(found.path).with_format("arrow")
         path = _path(dataset.features.arrow_schema, field, found.path)
@@ -59,10 +59,10 @@ def _of_dataset(found: Input, field: str, target_bytes: int) -> Iterator[Column]
             yield _column(found, first, rows, dataset[first : first + each], path)
 
 
-def _arrow(what: str) -> Any:
+def _arrow(path: str) -> Any:
     for part in ("parquet", "compute"):
-        require(f"pyarrow.{part}", "parquet", what)
-    return require("pyarrow", "parquet", what)
+        require(f"pyarrow.{part}", "parquet", f"data.sources: {path}")
+    return require("pyarrow", "parquet", f"data.sources: {path}")
 
 
 def _rows(rows: int, size: int, target_bytes: int) -> int:
@@ -96,6 +96,11 @@ def _path(schema: Any, field: str, name: str) -> list[str]:
             raise DataError(
                 f"data.sources: {name} has no column {part!r} (it has {', '.join(names) or 'none'})"
                 ": set data.field to the column with the text"
+            )
+        if names.count(part) > 1:
+            raise DataError(
+                f"data.sources: {name} has {names.count(part)} columns {part!r}: leave one of "
+                "them, or give the others other names"
             )
         there = there.field(part).type
     kind = there.value_type if arrow.types.is_dictionary(there) else there

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from shardlm.data.describe import Balance, Description, Lengths, Packing, Source
 from shardlm.data.shown import ShownRow, ShownSegment, visible
+from shardlm.data.store import odd_documents
 from shardlm.data.summary import Summary
 
 
@@ -72,17 +73,9 @@ def _sources(found: Description) -> Section:
 
 
 def _odd(sources: tuple[Source, ...]) -> Iterator[str]:
-    whats = {
-        "empty": "without text, left out",
-        "skipped": "left out, not being UTF-8",
-        "replaced": "with U+FFFD for what was not UTF-8",
-    }
-    for source in sources:
-        counts = {name: getattr(source, name) for name in whats}
-        said = [f"{_count(n, 'document')} {whats[name]}" for name, n in counts.items() if n]
-        if said:
-            yield f"{visible(source.name)}: {', '.join(said)}"
-    if not any(s.empty + s.skipped + s.replaced for s in sources):
+    odd = {source.name: odd_documents(vars(source)) for source in sources}
+    yield from (f"{visible(name)}: {', '.join(said)}" for name, said in odd.items() if said)
+    if not any(odd.values()):
         yield "no document was empty, left out or changed"
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from shardlm.config import Config, ConfigError, MeshConfig, ModelConfig
-from shardlm.validation import batch_key, nearest_divisible, nearest_divisor
+from shardlm.validation import batch_near, batch_of, batch_said, nearest_divisible, nearest_divisor
 
 AXES = ("replica", "stage", "data", "expert", "context", "model")
 """Names of the mesh axes, slowest link first."""
@@ -88,8 +88,8 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
     named = " x ".join(f"{axis} {sizes[axis]}" for axis in BATCH_AXES if sizes[axis] > 1)
     if config.batch % ways:
         raise ConfigError(
-            f"{batch_key(config)} and {named} split it {ways} ways: it must be "
-            f"a multiple of {ways} ({nearest_divisible(config.batch, ways)} would do)"
+            f"{batch_said(config)} and {named} split it {ways} ways: it must be a multiple of "
+            f"{batch_of(config, ways)} ({batch_near(config, ways)} would do)"
         )
     if config.micro_batch % ways:
         raise ConfigError(

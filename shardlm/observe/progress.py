@@ -86,7 +86,8 @@ class Progress:
         then, bytes_then, tokens_then = self._seen[0]
         seconds = max(now - then, 1e-9)
         known = f" of {count(self._total)}B" if self._total else ""
-        parts = [f"{count(self._bytes)}B{known}"]
+        # Of what is no work on text there is the time alone.
+        parts = [f"{count(self._bytes)}B{known}"] if known or self._bytes or self._tokens else []
         if self._tokens:
             parts.append(f"{count((self._tokens - tokens_then) / seconds)} tokens/s")
         rate, left = (self._bytes - bytes_then) / seconds, self._total - self._bytes

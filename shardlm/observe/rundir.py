@@ -8,10 +8,9 @@ from typing import Self
 
 from shardlm.arguments import from_yaml, to_yaml
 from shardlm.config import Config, ConfigError
-from shardlm.files import Occupied, lock, replace_text
+from shardlm.files import LOCK, Occupied, OwnedDirectory, replace_text
 
-_LOCK = ".lock"
-_NOT_CONTENTS = (_LOCK, ".config.yaml.tmp")
+_NOT_CONTENTS = (LOCK, ".config.yaml.tmp")
 
 
 class RunDirectoryError(ConfigError):
@@ -23,7 +22,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._lock: int | None = None
+        self._owned: OwnedDirectory | None = None
 
     @property
     def config_path(self) -> Path:
@@ -62,26 +61,24 @@ class RunDirectory:
         """
         run = cls(path)
         try:
-            run.path.mkdir(parents=True, exist_ok=True)
-            run._check_contents(fresh)
-            run._take_lock()
-            run._check_contents(fresh)
+            run._owned = OwnedDirectory(run.path, lambda: run._check_contents(fresh))
+        except Occupied as owner:
+            raise RunDirectoryError(
+                f"run.dir is {path}, which {owner} is using: wait for it to end, or name another "
+                "directory"
+            ) from None
         except OSError as error:
-            run.close()
             raise RunDirectoryError(
                 f"run.dir is {path}: {error.strerror} ({error.filename}); name a directory that "
                 "can be written to"
             ) from error
-        except RunDirectoryError:
-            run.close()
-            raise
         return run
 
     def close(self) -> None:
-        """Give the directory up."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        """Give the directory up; one in which nothing was made is removed, if it was made here."""
+        if self._owned is not None:
+            self._owned.close()
+            self._owned = None
 
     def __enter__(self) -> Self:
         return self
@@ -140,12 +137,3 @@ class RunDirectory:
                 f"run.dir is {self.path}, which is not empty and has no config.yaml, so it is no "
                 f"run (it has {', '.join(names[:3])}): name another directory"
             )
-
-    def _take_lock(self) -> None:
-        try:
-            self._lock = lock(self.path / _LOCK)
-        except Occupied as owner:
-            raise RunDirectoryError(
-                f"run.dir is {self.path}, which {owner} is using: wait for it to end, or name "
-                "another directory"
-            ) from None

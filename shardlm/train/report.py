@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from shardlm.data import Data
+from shardlm.mesh.axes import batch_ways
 from shardlm.mesh.shardings import bytes_per_device
 from shardlm.observe import RunDirectory, peak_memory
 from shardlm.train.arithmetic import Arithmetic
@@ -43,6 +44,12 @@ def describe(engine: Engine, data: Data) -> str:
     if total > 1024:  # Constants of an optimizer are not worth a line.
         lines.append(
             f"whole       {len(whole)} arrays that data does not divide, {total:,} bytes a device"
+        )
+    dynamic = config.data.balance == "dynamic" and batch_ways(engine.mesh.shape) > 1
+    if dynamic and config.micro_batches == 1:
+        lines.append(
+            "data.balance is dynamic and an update has one micro-batch, so that a slow device is "
+            "given rows of less work and no fewer: lower train.micro_batch to give it fewer"
         )
     if config.eval.every_steps and data.validation is None:
         lines.append("nothing is evaluated, since data.validation is 0")

@@ -49,18 +49,20 @@ def find_position(start: Start, config: Config, store: CheckpointStore, say: Say
         say(f"checkpoint {step} is passed over: {why}")
     if not first:
         return Position(0, 0, Account.empty(start.data.train), None)
+    saved = store.metadata(first)
+    same_text = saved.get("data") == start.data.fingerprint
     if start.before is not None:
-        refuse_changes(start.before, config)
+        refuse_changes(start.before, config, same_text)
     if first > config.train.steps:
         raise ConfigError(
             f"train.steps is {config.train.steps} and the run in {where} has made {first} updates: "
             "ask for at least as many, or name another run.dir"
         )
-    saved = store.metadata(first)
-    if saved.get("data") != start.data.fingerprint:
+    if not same_text:
         raise ConfigError(
-            f"the run in {where} was trained on other text than data.sources holds now: restore "
-            "the text to resume, or name another run.dir"
+            f"the run in {where} was trained on other text than data.sources "
+            f"{' '.join(config.data.sources)} hold now: restore the text to resume, name where it "
+            "is, or name another run.dir"
         )
     say(f"resuming after update {first:,}")
     speeds = saved["speeds"] and Speeds.from_json(saved["speeds"])

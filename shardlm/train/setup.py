@@ -22,7 +22,7 @@ from shardlm.observe import memory_limit
 from shardlm.optim import make_optimizer
 from shardlm.train.state import State, abstract_state, init_state, shardings
 from shardlm.train.step import Engine, padded_length
-from shardlm.validation import batch_key
+from shardlm.validation import batch_said
 
 FREE_TO_CHANGE = (
     "run.dir",
@@ -116,7 +116,7 @@ def check_memory(engine: Engine) -> None:
     state = sum(map(bytes_per_device, jax.tree.leaves(engine.abstract)))
     if batch > limit:
         raise ConfigError(
-            f"{batch_key(config)} and data.length {config.data.length}: one batch "
+            f"{batch_said(config)} and data.length {config.data.length}: one batch "
             f"takes {batch:,} bytes a device, which has {limit:,}: lower them"
         )
     if state > limit:
@@ -161,17 +161,21 @@ def _cpu_multiplies_bf16() -> bool:
     return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
-def refuse_changes(before: Config, now: Config) -> None:
+def refuse_changes(before: Config, now: Config, same_text: bool) -> None:
     """Refuse to resume a run as another one.
+
+    Args:
+      same_text: the sources hold what they held, wherever they lie.
 
     Raises:
       ConfigError: lists the keys that differ and would change what the run computes.
     """
     sections = tuple(key for key in FREE_TO_CHANGE if key.endswith("."))
+    free = (*FREE_TO_CHANGE, *(("data.sources",) if same_text else ()))
     changed = [
-        f"{key}: {old} -> {new}"
+        f"{key}: {old} -> {new}" + (", where the text or its ids differ" * (key == "data.sources"))
         for key, old, new in difference(before, now)
-        if key not in FREE_TO_CHANGE and not key.startswith(sections)
+        if key not in free and not key.startswith(sections)
     ]
     if changed:
         raise ConfigError(

@@ -28,13 +28,13 @@ class Trained(NamedTuple):
     """Of its checkpoint."""
 
 
-def open_trained(run_dir: str, mesh: Mapping[str, Any], step: int | None = None) -> Trained:
+def open_trained(run_dir: str, changes: Mapping[str, Any], step: int | None = None) -> Trained:
     """Read a run that may still be training: its lock is not needed, since its files are whole at
     any moment. Only the parameters are read.
 
     Args:
       run_dir: directory of the run.
-      mesh: configuration keys to change, by dotted name: the mesh and the devices.
+      changes: of the configuration, by dotted name: the mesh and the devices.
       step: checkpoint to take; default: the newest complete one.
 
     Raises:
@@ -49,7 +49,7 @@ def open_trained(run_dir: str, mesh: Mapping[str, Any], step: int | None = None)
             f"{run_dir} is no run, which is a directory with a config.yaml: name that of a run"
         )
     # The implementation of attention is a matter of the devices.
-    config = override(config, {**mesh, "model.attention": "auto"})
+    config = override(config, {**changes, "model.attention": "auto"})
     validate(config)
     check_axes(config.mesh)
     try:

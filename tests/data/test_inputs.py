@@ -106,8 +106,8 @@ def test_missing_and_empty_sources_are_refused(tmp_path):
     for source, parts in {
         str(tmp_path / "absent"): ["absent", "does not exist"],
         "": ["does not exist"],
-        empty: [empty, "is empty"],
-        os.path.dirname(empty): ["every file", "is empty"],
+        empty: [empty, "is empty: put text in it, or leave it out of the sources"],
+        os.path.dirname(empty): ["every file", "is empty (e.txt): put text in one, or leave it"],
         os.path.dirname(image): ["no text file", *TEXT_SUFFIXES],
         str(tmp_path / "bare"): ["no text file"],
         str(tmp_path / "bare" / "*.txt"): ["no file matches", "*.txt"],
@@ -138,6 +138,26 @@ def test_an_error_of_the_system_names_the_file(tmp_path):
     for name in ("loop.txt", "gone.txt"):
         with pytest.raises(DataError, match=rf"{name} cannot be read \("):
             texts(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "name, package, extra",
+    [
+        ("a.parquet", "pyarrow", "parquet"),
+        ("a.txt.zst", "zstandard", "zstd"),
+        ("hf:a", "datasets", "hf"),
+    ],
+)
+def test_a_missing_package_and_how_to_install_it_are_named(
+    name, package, extra, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    source = name if extra == "hf" else write(tmp_path / name, b"x")
+    with pytest.raises(DataError) as error:
+        list_inputs(source)
+    assert str(error.value).startswith(f"data.sources: {source} needs the package {package} (")
+    assert f"make setup EXTRAS={extra}, or" in str(error.value)
+    assert str(error.value).endswith(f"pip install '.[{extra}]'")
 
 
 def test_a_pipe_does_not_hang(tmp_path):

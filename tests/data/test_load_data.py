@@ -175,6 +175,37 @@ def test_a_weight_of_nothing_is_refused(folder, tmp_path_factory):
         load_data(make([folder, one], weights=(1.0, 1.0), validation=0.9))
 
 
+def test_a_cache_that_cannot_be_written_to_is_named(folder, tmp_path_factory, monkeypatch):
+    """Whether it is given or the default, a file or below one, or where nothing can be made."""
+    other = tmp_path_factory.mktemp("other")
+    (other / "file").touch()
+    for cache in (other / "file", other / "file" / "cache", "/proc/cache"):
+        message = rf"^data\.cache is {cache}: .*; name a directory that can be written to$"
+        with pytest.raises(DataError, match=message):
+            load_data(make([folder], cache=str(cache)))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(other / "file"))
+    with pytest.raises(DataError, match=rf"^data\.cache is {other}/file/shardlm: Not a directory"):
+        load_data(make([folder]))
+    with pytest.raises(DataError, match=r"^data\.cache is ~nobody here/cache: .*; name a"):
+        load_data(make([folder], cache="~nobody here/cache"))
+    (folder / "bad.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"bad\.txt is not UTF-8"):
+        load_data(make([folder], cache=str(other / "new" / "cache")))
+    assert [path.name for path in other.iterdir()] == ["file"]
+
+
+def test_a_cache_that_is_complete_need_not_be_writable(unprivileged):
+    text, cache = unprivileged / "text.txt", unprivileged / "cache"
+    text.write_text("some text")
+    config = make([text], cache=str(cache), validation=0.0, batch=1)
+    first = load_data(config).fingerprint
+    cache.chmod(0o555)
+    assert load_data(config).fingerprint == first
+    text.write_text("other text")
+    with pytest.raises(DataError, match=rf"^data\.cache is {cache}: Permission denied \(.*name a "):
+        load_data(config)
+
+
 def test_the_summary_states_both_sides(folder):
     data = load_data(make([folder]))
     train, validation = data.train.summary(), data.validation.summary()

@@ -130,5 +130,7 @@ def test_the_scale_of_the_weights_does_not_matter():
     [[], [1.0, 0.0], [1.0, -1.0], [math.nan], [math.inf, 1.0], [1e301, 1e301], [1.0, 1e-13]],
 )
 def test_weights_that_make_no_mixture_are_refused(weights):
-    with pytest.raises(DataError, match=r"the weights of a mixture are \[.*each positive"):
+    with pytest.raises(
+        DataError, match=r"the weights of a mixture are \[.*each at least 1e-12 of their sum"
+    ):
         Mixture(weights)

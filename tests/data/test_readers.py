@@ -32,7 +32,7 @@ def compress(suffix, data):
     if suffix == ".gz":
         return gzip.compress(data)
     if suffix == ".zst":
-        zstandard = pytest.importorskip("zstandard", reason="pip install 'shardlm[zstd]'")
+        zstandard = pytest.importorskip("zstandard", reason="needs the extra zstd")
         return zstandard.compress(data)
     return data
 

@@ -7,9 +7,9 @@ from shardlm.data import DataError, opening
 from shardlm.data.inputs import list_inputs
 from shardlm.data.readers import Reading, parse, read_chunks
 
-pyarrow = pytest.importorskip("pyarrow", reason="pip install 'shardlm[parquet]'")
-parquet = pytest.importorskip("pyarrow.parquet", reason="pip install 'shardlm[parquet]'")
-datasets = pytest.importorskip("datasets", reason="pip install 'shardlm[hf]'")
+pyarrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+datasets = pytest.importorskip("datasets", reason="needs the extra hf")
 
 
 def write(path, table, **options):
@@ -91,6 +91,26 @@ def test_what_has_no_text_is_named(name, table, field, message, tmp_path):
     path = write(tmp_path / name, pyarrow.table(table))
     with pytest.raises(DataError, match=rf"data\.sources: {path}{message}"):
         texts(path, field)
+
+
+@pytest.mark.parametrize(
+    "names, field", [(["text", "n", "text"], "text"), (["a.b", "x", "a.b"], "a.b"), ("in", "a.b")]
+)
+def test_two_columns_of_one_name_are_refused(names, field, tmp_path):
+    """Whichever is meant; others may have one name."""
+    path = tmp_path / "a.parquet"
+    if names == "in":
+        inside = [pyarrow.array(["x"])] * 2
+        column = pyarrow.StructArray.from_arrays(inside, names=["b", "b"])
+        table = pyarrow.table({"a": column})
+    else:
+        table = pyarrow.Table.from_arrays([pyarrow.array(["x"])] * 3, names=names)
+    write(path, table)
+    part = field.rpartition(".")[2] if names == "in" else field
+    with pytest.raises(DataError, match=rf"{path} has 2 columns '{part}': leave one of them"):
+        texts(path, field)
+    if names != "in":
+        assert texts(path, names[1]) == ["x"]
 
 
 @pytest.mark.parametrize(

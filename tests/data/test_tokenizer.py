@@ -311,7 +311,9 @@ def test_a_missing_package_is_named(name, tmp_path, monkeypatch):
     with pytest.raises(DataError) as raised:
         make_tokenizer(value, [])
     assert repr(value) in str(raised.value)
-    assert f"pip install 'shardlm[{name}]'" in str(raised.value)
+    assert f"the tokenizer needs the package {name} (" in str(raised.value)
+    assert f"give make setup EXTRAS={name}, or, for an env" in str(raised.value)
+    assert str(raised.value).endswith(f"pip install '.[{name}]'")
 
 
 @pytest.mark.parametrize("single", ["<s> <s> $A", "$A <s> <s>", "$A <s> $A"])

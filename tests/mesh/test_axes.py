@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from shardlm.config import Config, ConfigError, MeshConfig, ModelConfig, TrainConfig
+from shardlm.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from shardlm.mesh import AXES, resolve_sizes
 from shardlm.mesh.axes import check_sizes
 
@@ -46,7 +46,12 @@ MODEL = ModelConfig(embed=48, heads=16, kv_heads=8, head_dim=6, mlp=40, vocab=67
 @pytest.mark.parametrize(
     "sizes, train, model, message",
     [
-        ({"data": 8}, {"batch": 12}, {}, r"batch is 12 and data 8 split it 8 ways: .*\(8 or 16 "),
+        (
+            {"data": 8},
+            {"batch": 12},
+            {},
+            r"batch is 12 and data 8 split it 8 ways: .*\(train.batch 8 or 1",
+        ),
         (
             {"replica": 2, "data": 4},
             {"batch": 16, "micro_batch": 4},
@@ -72,6 +77,16 @@ def test_what_sizes_must_divide(sizes, train, model, message):
     )
     with pytest.raises(ConfigError, match=message):
         check_sizes(config, dict.fromkeys(AXES, 1) | sizes)
+
+
+def test_a_batch_of_tokens_is_spoken_of_in_tokens():
+    data = DataConfig(length=16, batch_tokens=12 * 16)
+    with pytest.raises(
+        ConfigError,
+        match=r"^data\.batch_tokens is 192 \(12 rows of data\.length 16\) and data 8 split it 8 "
+        r"ways: it must be a multiple of 128 \(data\.batch_tokens 128 or 256 would do\)",
+    ):
+        check_sizes(Config(model=MODEL, data=data), dict.fromkeys(AXES, 1) | {"data": 8})
 
 
 def test_replicated_parameters_need_not_divide():

@@ -72,9 +72,13 @@ def test_work_that_goes_on_and_of_unknown_size(clock):
     with Progress("tokenizing", 0, stream, clock) as progress:
         clock.now += 10.0
         progress(0, 2000)
+    with Progress("waiting for process 7", 0, stream, clock) as progress:
+        clock.now += 11.0
+        progress(0, 0)
     assert stream.getvalue().splitlines() == [
         "training the tokenizer: 1kB of 1kB, 1m01s",
         "tokenizing: 0B, 200 tokens/s, 10s",
+        "waiting for process 7: 11s",
     ]
 
 

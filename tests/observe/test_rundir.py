@@ -69,6 +69,40 @@ def test_fresh_accepts_what_a_start_that_failed_leaves(tmp_path):
     RunDirectory.open(tmp_path, fresh=True).close()
 
 
+def test_a_directory_in_which_nothing_was_made_is_as_it_was_before(tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    for path in (there, tmp_path / "runs" / "a"):
+        with RunDirectory.open(path):
+            assert [p.name for p in path.iterdir()] == [".lock"]
+        assert [p.name for p in tmp_path.iterdir()] == ["there"]
+        assert not list(there.iterdir())
+    for path in (tmp_path / "runs" / ("a" * 300), tmp_path / "runs" / "a" / "b\0"):
+        with pytest.raises((RunDirectoryError, ValueError)):
+            RunDirectory.open(path)
+        assert [p.name for p in tmp_path.iterdir()] == ["there"]
+
+
+def test_a_lock_that_its_owner_removes_keeps_nobody_out_and_lets_one_in(tmp_path, monkeypatch):
+    """One process opens the lock, and the owner removes it before it is taken."""
+    path, real = tmp_path / "run", os.open
+    first = RunDirectory.open(path)
+
+    def opening(file, *args):
+        descriptor = real(file, *args)
+        if str(file).endswith(".lock"):
+            monkeypatch.undo()
+            first.close()
+            assert not path.exists()
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opening)
+    with RunDirectory.open(path):
+        assert [p.name for p in path.iterdir()] == [".lock"]
+        with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on .* is using"):
+            RunDirectory.open(path)
+
+
 def test_a_foreign_directory_is_refused_and_not_touched(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with pytest.raises(RunDirectoryError, match=r"no config.yaml, so it is no run .it has thesis"):

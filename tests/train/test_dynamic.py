@@ -5,9 +5,13 @@ import signal
 
 import pytest
 
+from shardlm.arguments import parse_config
 from shardlm.checkpoint import CheckpointStore
+from shardlm.data import load_data
 from shardlm.data.balance import Speeds
 from shardlm.observe import DelayedMetrics, read_metrics
+from shardlm.train.report import describe
+from shardlm.train.setup import build_engine, build_mesh, resolve_vocab
 
 # Of 2 devices, the second takes three times as long.
 FLAGS = (
@@ -82,6 +86,18 @@ def test_a_slow_device_is_given_less_and_a_kill_leaves_no_trace(runs, slow, tmp_
         for run in (whole, alike)
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_that_there_is_one_micro_batch_is_said_where_there_are_several_devices(runs, tmp_path):
+    for flags, expected in (("2 4", False), ("2 24", True), ("1 24", False)):
+        data, micro = flags.split()
+        argv = runs.arguments(tmp_path, f"{DYNAMIC} --mesh.data {data} --train.micro_batch {micro}")
+        config = parse_config(argv)
+        text = load_data(config)
+        config = resolve_vocab(config, text)
+        engine = build_engine(config, build_mesh(config))
+        said = "data.balance is dynamic and an update has one micro-batch, so that a slow device"
+        assert (said in describe(engine, text)) == expected
 
 
 def test_times_are_measured(runs, tmp_path):

@@ -1,9 +1,11 @@
 """A run that was killed, stopped, moved to another mesh, changed or finished, and started again."""
 
+import json
 import signal
 
 import pytest
 
+from shardlm import cli
 from shardlm.checkpoint import CheckpointStore
 from shardlm.config import Config, DataConfig, OptimConfig, TrainConfig
 from shardlm.data import load_data
@@ -165,6 +167,41 @@ def test_another_run_is_refused(flags, runs, finished, tmp_path, capsys):
         assert part in error
     assert error.count("\n") == 1
     assert {p: p.read_bytes() for p in before} == before
+
+
+def test_the_text_may_lie_elsewhere_and_must_be_the_same(runs, finished, text, tmp_path, capsys):
+    """As a file of another name, or as a store."""
+    run, stays = finished(tmp_path / "run"), finished(tmp_path / "stays")
+    moved, store, other = tmp_path / "moved.txt", tmp_path / "store", tmp_path / "other.txt"
+    moved.write_bytes(text.read_bytes())
+    other.write_bytes(text.read_bytes().replace(b"mat", b"tam"))
+    prepare = [str(store), "--data.sources", str(text), "--data.tokenizer", "characters"]
+    assert cli.run(cli.prepare, prepare) == 0
+    for steps, source in ((7, moved), (8, store)):
+        assert runs.train(run, f"--train.steps {steps} --data.sources {source}") == 0
+        assert RunDirectory(run).read_config().data.sources == (str(source),)
+        assert runs.train(stays, f"--train.steps {steps}") == 0
+    assert runs.figures(run) == runs.figures(stays)
+
+    capsys.readouterr()
+    assert runs.train(run, f"--train.steps 9 --data.sources {other}") == 2
+    error = capsys.readouterr().err
+    assert f"data.sources: ('{store}',) -> ('{other}',), where the text or its ids differ" in error
+    store.rename(tmp_path / "renamed")
+    # One device, whose batches need not be those of the mesh.
+    evaluate = [str(run), "--mesh.data", "1", "--data.sources"]
+    logged = [r["eval_loss"] for r in runs.figures(run) if "eval_loss" in r][-1]
+    for source in (tmp_path / "renamed", moved):
+        capsys.readouterr()
+        assert cli.run(cli.evaluate, [*evaluate, str(source)]) == 0
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert found["eval_loss"] == pytest.approx(logged, rel=1e-6)
+    for wrong, part in (
+        ([*evaluate, str(other)], f"than data.sources {other} hold now, so its validation split"),
+        (evaluate[:-1], f"data.sources: '{store}' does not exist"),
+    ):
+        assert cli.run(cli.evaluate, wrong) == 2
+        assert part in capsys.readouterr().err
 
 
 def test_without_a_checkpoint_another_configuration_is_a_new_run(runs, tmp_path, finished):
