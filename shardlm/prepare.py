@@ -12,6 +12,7 @@ from shardlm.data.stopping import Display, quiet, unless_stopped
 from shardlm.data.subwords import train_bpe
 from shardlm.data.tokenizer import BytesTokenizer
 from shardlm.options import PrepareOptions
+from shardlm.words import many
 
 
 def prepare(
@@ -73,7 +74,7 @@ def describe(store: Store) -> str:
     said = store.manifest
     odd = [f"{said[name]:,} {name}" for name in ("empty", "skipped", "replaced") if said[name]]
     return (
-        f"{store.path}: {said['documents']:,} documents, {said['tokens']:,} tokens of "
+        f"{store.path}: {many(said['documents'], 'document')}, {many(said['tokens'], 'token')} of "
         f"{store.tokenizer.name} ({said['vocab_size']:,} ids, {said['dtype']})"
         + (f"; documents not as they were: {', '.join(odd)}" if odd else "")
     )
