@@ -198,8 +198,8 @@ class DataConfig:
     """Tokens of the piece before that a piece of a document longer than a row repeats, as context
     only (not with concat)."""
     buckets: int = 4
-    """How many lengths rows have with padded_buckets: data.length, half of it, a quarter, ...; each
-    document stands in the shortest that holds it, beside others."""
+    """How many lengths rows have with padded_buckets: data.length, half of it, a quarter, and so
+    on."""
     batch_tokens: int | None = None
     """Places of an update, padding among them, instead of train.batch: a multiple of `length`."""
     balance: Literal["none", "tokens", "work", "dynamic"] = "work"
