@@ -30,6 +30,7 @@ from shardlm.options import (
     PrepareOptions,
 )
 from shardlm.validation import validate
+from shardlm.words import many
 
 
 def train(argv: Sequence[str]) -> int:
@@ -121,6 +122,7 @@ def evaluate(argv: Sequence[str]) -> int:
         EvaluateOptions, MESH_KEYS, argv, "evaluate", _about(evaluate), kept=TEXT_KEYS
     )
     from shardlm.evaluate import evaluate_run
+    from shardlm.observe.console import loss_text
 
     found = evaluate_run(options, changes)
     loss, perplexity = found["eval_loss"], found["perplexity"]
@@ -128,8 +130,9 @@ def evaluate(argv: Sequence[str]) -> int:
         print(f"error: the validation loss after update {found['step']} is {loss}", file=sys.stderr)
         return 1
     print(
-        f"update {found['step']:,}  validation loss {loss:.4f}  perplexity {perplexity:.4f}  "
-        f"over {found['eval_tokens']:,} tokens"
+        f"update {found['step']:,}  validation loss {loss_text(loss, found['bits_per_byte'])}  "
+        f"perplexity {perplexity:.4f}  "
+        f"over {many(found['eval_tokens'], 'token')}"
     )
     print(json.dumps(found))
     return 0

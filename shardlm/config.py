@@ -198,7 +198,8 @@ class DataConfig:
     """Tokens of the piece before that a piece of a document longer than a row repeats, as context
     only (not with concat)."""
     buckets: int = 4
-    """Lengths of rows with padded_buckets: T, T/2, T/4, ..."""
+    """How many lengths rows have with padded_buckets: data.length, half of it, a quarter, and so
+    on."""
     batch_tokens: int | None = None
     """Places of an update, padding among them, instead of train.batch: a multiple of `length`."""
     balance: Literal["none", "tokens", "work", "dynamic"] = "work"

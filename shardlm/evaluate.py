@@ -8,7 +8,7 @@ from shardlm.config import ConfigError
 from shardlm.data import load_data
 from shardlm.observe import Progress
 from shardlm.options import EvaluateOptions
-from shardlm.train.evaluate import make_evaluate
+from shardlm.train.evaluate import bits_per_byte, make_evaluate
 from shardlm.train.trained import open_trained
 
 
@@ -20,7 +20,7 @@ def evaluate_run(options: EvaluateOptions, changes: Mapping[str, Any]) -> dict[s
 
     Returns:
       `step`; `eval_loss`, mean in nats over `eval_tokens`; `perplexity`, its exponential
-      (infinite where it cannot be computed).
+      (infinite where it cannot be computed); `bits_per_byte`, None where tokens are not bytes.
 
     Raises:
       ConfigError: there is no validation split, its text has changed, or as `open_trained`.
@@ -43,4 +43,5 @@ def evaluate_run(options: EvaluateOptions, changes: Mapping[str, Any]) -> dict[s
         "eval_loss": loss,
         "eval_tokens": data.validation.summary().loss_tokens,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_byte": bits_per_byte(loss, data.tokenizer),
     }

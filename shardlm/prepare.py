@@ -14,6 +14,7 @@ from shardlm.data.store import odd_documents
 from shardlm.data.subwords import train_bpe
 from shardlm.data.tokenizer import BytesTokenizer
 from shardlm.options import PrepareOptions
+from shardlm.words import many
 
 
 def prepare(
@@ -74,7 +75,7 @@ def describe(store: Store) -> str:
     said = store.manifest
     odd = odd_documents(said)
     return (
-        f"{store.path}: {said['documents']:,} documents, {said['tokens']:,} tokens of "
+        f"{store.path}: {many(said['documents'], 'document')}, {many(said['tokens'], 'token')} of "
         f"{store.tokenizer.name} ({said['vocab_size']:,} ids, {said['dtype']})"
         + (f"; not as they were: {', '.join(odd)}" if odd else "")
     )

@@ -88,7 +88,7 @@ def test_data_that_cannot_be_used(tmp_path, capsys):
         "missing.txt": "missing.txt",
         "empty.txt": "empty.txt",
         "latin.txt": "latin.txt is not UTF-8: byte 0xe9 at offset 3",
-        "short.txt": "rows",
+        "short.txt": "only 1 row of data.length 11 (4 tokens)",
         "folder": "folder",
     }
     for name, part in cases.items():

@@ -21,7 +21,7 @@ from shardlm.describe.ways import dealt_ways
 ROOT = Path(__file__).parents[1]
 HOSTILE = (
     "<script>alert(1)</script> </div> &amp; \x1b[31mred\x1b]0;title\x07 \0 \x7f \u202e \u2028 "
-    "[bold]x[/bold] :smile: \r\n\ttab 'q' \"q\" é日本😀 \N{SYMBOL FOR NEWLINE}"
+    "[bold]x[/bold] :smile: \r\n\ttab 'q' \"q\" é日本😀 \N{DOWNWARDS ARROW WITH CORNER LEFTWARDS}"
 )
 
 
@@ -109,7 +109,7 @@ def test_the_page_in_html(recipe, tmp_path, capsys):
             parts = [tokens[a:b] for a, b in pairwise(bounds)]
             parts = [p[p != 256].astype("u1").tobytes().decode(errors="replace") for p in parts]
             row = "".join(parts[: segments.max()])
-            expected.append(visible(row).replace("␊", "␊\n").replace("␉", "␉\t"))
+            expected.append(visible(row).replace("↵", "↵\n").replace("␉", "␉\t"))
             masked.append(((targets < 0) & (segments > 0)).sum())
     chosen = [0, 1, 2, 4, 5, 6, 7, 9, 10, 11]  # evenly spaced
     assert [row.replace("⟨end⟩", "") for row in page.rows] == [expected[i] for i in chosen]
@@ -136,6 +136,79 @@ def test_the_page_on_a_terminal(recipe, capsys, monkeypatch):
     assert words == plain.split()
 
 
+def test_rows_without_a_border_between_documents_say_why(recipe, tmp_path, capsys):
+    file = tmp_path / "page.html"
+    whys = {
+        "--data.length 512": None,
+        "--data.packing none": "with data.packing none each has one document, or a piece of one",
+        "--data.length 16": "tokens on average, rows 16 places",
+    }
+    for flags, why in whys.items():
+        assert status(["describe", str(recipe), "--html", str(file), *flags.split()]) == 0
+        for shown in (" ".join(capsys.readouterr().out.split()), file.read_text()):
+            assert ("none of these rows has a border" in shown) == (why is not None)
+            assert why is None or why in shown
+
+
+def test_the_legend_has_the_marks_of_the_page_and_no_others(recipe, tmp_path):
+    """In the page itself: what the style marks, and signs."""
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text("\n".join(json.dumps({"text": "plain text " * 9}) for _ in range(30)))
+    file = tmp_path / "page.html"
+    signs = {
+        "↵": "a line feed",
+        "␉": "a tab",
+        "�": "a part of a character",
+        "⟨U+": "not to be seen",
+    }
+    marks = {
+        'class="segment"': "goes on in another row",
+        'class="segment ends"': "the document ends",
+        "masked": "predict nothing",
+        '"id': "without text",
+    }
+    seen = []
+    for flags in (
+        "",
+        "--data.length 32",
+        f"--data.packing none --data.validation 0 --data.sources {plain}",
+    ):
+        assert status(["describe", str(recipe), "--html", str(file), *flags.split()]) == 0
+        legend, rows = file.read_text().partition("<h2>Rows</h2>")[2].split("</ul>")
+        for mark, words in (signs | marks).items():
+            assert (words in legend) == (mark in rows), (flags, mark)
+            seen.append((mark in rows, mark))
+        several = re.search(
+            r'<div class="row content"><span class="segment[^<]*<.*title="segment 2', rows
+        )
+        assert ("the next in the row" in legend) == (several is not None)
+    assert len({*seen}) > len(signs | marks), "some are in one page and not in another"
+
+
+def test_what_is_said_of_dealing(recipe, capsys):
+    for flags, one in (("", True), ("--train.batch 8 --mesh.data 4", False)):
+        assert status(["describe", str(recipe), *flags.split()]) == 0
+        out = capsys.readouterr().out
+        assert "Balance over 4 devices" in out
+        assert ("one row a device: nothing to deal" in out) == one
+        assert "dynamic: equal speeds assumed" in out
+
+
+def test_epochs_of_each_source_with_weights(recipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "b.txt").write_text("another text " * 60)
+    flags = ["--data.sources", "<i>rows.jsonl", "b.txt", "--data.validation", "0"]
+    assert status(["describe", str(recipe), *flags]) == 0
+    assert re.search(r"\n  20 updates: [0-9.]+ epochs; 10,240 places\n", capsys.readouterr().out)
+    assert status(["describe", str(recipe), *flags, "--data.weights", "3", "1"]) == 0
+    out = capsys.readouterr().out
+    line = re.search(r"20 updates: (\S+) epochs of <i>rows.jsonl, (\S+) epochs of b.txt; ", out)
+    first, second = map(float, line.groups())
+    # 20 of 80 rows are of the second, whose 781 tokens are 7 rows.
+    assert second == pytest.approx(20 / 7, abs=0.01)
+    assert first < second
+
+
 def test_flags_win_wherever_they_stand(recipe, capsys):
     for argv in (
         ["describe", "--data.packing", "concat", "--train.steps=7", str(recipe)],
@@ -144,7 +217,7 @@ def test_flags_win_wherever_they_stand(recipe, capsys):
         assert status(argv) == 0
         out = capsys.readouterr().out
         assert re.search(r"concat .*← configured", out)
-        assert "7 updates are" in out
+        assert "7 updates: " in out
 
 
 def test_statuses(recipe, tmp_path, capsys):

@@ -13,7 +13,7 @@ from shardlm.arguments import override
 from shardlm.checkpoint import CheckpointStore
 from shardlm.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
 from shardlm.data import from_json, load_data
-from shardlm.data.tokenizer import BytesTokenizer
+from shardlm.data.tokenizer import BytesTokenizer, CharactersTokenizer
 from shardlm.evaluate import evaluate_run
 from shardlm.generate import generate_text
 from shardlm.model.loss import capped_logits
@@ -21,7 +21,7 @@ from shardlm.observe import RunDirectory
 from shardlm.options import EvaluateOptions, GenerateOptions, Sampling
 from shardlm.parallel.collectives import Parallel
 from shardlm.train.decode import generate, sample
-from shardlm.train.evaluate import make_evaluate
+from shardlm.train.evaluate import bits_per_byte, make_evaluate
 from shardlm.train.setup import build_engine, build_mesh
 from shardlm.train.state import init_state, shardings
 
@@ -262,6 +262,11 @@ def test_evaluation_is_the_one_that_was_logged(run, capsys):
     found = evaluate_run(options, MESH)
     assert (found["step"], found["eval_loss"]) == (7, logged)
     assert found["perplexity"] == pytest.approx(np.exp(logged))
+    assert found["bits_per_byte"] == pytest.approx(np.log2(np.exp(logged)))
+    assert bits_per_byte(logged, CharactersTokenizer("ab")) is None
+    assert cli.run(cli.evaluate, [str(path), "--mesh.data", "1"]) == 0
+    said = f"{logged:.4f} nats a token, {found['bits_per_byte']:.4f} bits a byte  perplexity"
+    assert said in capsys.readouterr().out
     other = evaluate_run(options, {"mesh.data": 3, "mesh.model": 2})
     assert other["eval_loss"] == pytest.approx(logged, rel=1e-6)
     assert evaluate_run(EvaluateOptions(str(path), 4), MESH)["eval_loss"] != logged

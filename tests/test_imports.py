@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "shardlm"
 
 ORDER = [
-    {"config", "files"},
+    {"config", "files", "words"},
     {"keys", "options", "validation"},
     {"arguments"},
     {"mesh"},

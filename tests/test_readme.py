@@ -24,12 +24,15 @@ def commands():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder as a clone is, and in it some text: the modules of Python's own email package."""
+    """A folder as a clone is, and in it some text: the modules of Python's own email package, and
+    others of json beside it, as files and as rows."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("scripts", "configs"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "texts" / "deeper").mkdir(parents=True)
-    modules = sorted(Path(sysconfig.get_path("stdlib"), "email").glob("*.py"))
+    (folder / "other").mkdir()
+    library = Path(sysconfig.get_path("stdlib"))
+    modules = sorted(library.glob("email/*.py"))
     for i, path in enumerate(modules):
         text = path.read_text(encoding="utf-8")
         # Several documents a module, so that some are for validation.
@@ -38,6 +41,15 @@ def folder(tmp_path_factory):
         for j, part in enumerate(parts[:6]):
             (where / f"{path.stem}-{j}.txt").write_text(part, encoding="utf-8")
     (folder / "texts" / "one.txt").write_text(modules[0].read_text() * 20, encoding="utf-8")
+    others = [
+        part
+        for path in sorted(library.glob("json/*.py"))
+        for part in re.split(r"\n(?=def |class |    def )", path.read_text(encoding="utf-8"))
+    ]
+    for i, part in enumerate(others):
+        (folder / "other" / f"{i}.txt").write_text(part, encoding="utf-8")
+    rows = "".join(json.dumps({"id": i, "body": part}) + "\n" for i, part in enumerate(others))
+    (folder / "rows.jsonl").write_text(rows, encoding="utf-8")
     return folder
 
 
@@ -70,7 +82,8 @@ def ran(folder):
 
 def test_each_command_runs(ran, folder):
     verbs = [Path(shlex.split(command)[1]).stem for command in ran]
-    assert verbs == ["data", "prepare", "train", "evaluate", "generate", "train", "train"]
+    trained = ["train", "evaluate", "generate", "train", "train"]
+    assert verbs == ["data", "data", "prepare", "data", *trained]
     for run, sources in (("mine", 1), ("one", 1), ("mixed", 2)):
         lines = (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()
         updates = [json.loads(line) for line in lines if '"loss"' in line]
@@ -80,19 +93,24 @@ def test_each_command_runs(ran, folder):
 
 
 def test_they_do_what_is_said_of_them(ran, folder):
-    describe, prepare, train, evaluate, generate, _, mixed = ran.values()
+    describe, rows, prepare, again, train, evaluate, generate, _, mixed = ran.values()
     page = (folder / "before.html").read_text(encoding="utf-8")
     for name in ("best_fit", "padded_buckets", "texts"):
         assert name in page
         assert name in describe
     documents = sum(1 for path in (folder / "texts").rglob("*.txt") if path.stat().st_size)
     assert f"{documents} documents" in prepare
+    assert "rows.jsonl" in rows
+    # The tokens and the packing that are trained.
+    tokens = re.search(r"[0-9,]+ tokens", prepare).group().split()[0]
+    assert f" {documents}  {tokens} " in re.sub(" +", "  ", again)
+    assert re.search(r"best_fit .* 256 +← configured", again)
+    assert "4,096 places of an update" in again
     assert "6 updates of 16 rows" in train  # 4,096 tokens in rows of 256.
-    assert "perplexity" in evaluate
+    assert re.search(r"validation loss [0-9.]+ nats a token  perplexity", evaluate)
     assert generate.startswith("Once")
     assert "3 shapes, compiled once" in mixed
-    one, mine = "texts/one.txt: ", "stores/mine: "
-    shares = [
-        float(mixed.partition(name)[2].partition("(")[2].partition("%")[0]) for name in (mine, one)
-    ]
+    assert re.search(r": [0-9.]+ epochs? of stores/mine, [0-9.]+ epochs? of other\n", mixed)
+    read = dict(re.findall(r"read +(\S+): .*\((.*)%\)", mixed))
+    shares = [float(read[name]) for name in ("stores/mine", "other")]
     assert shares == pytest.approx([75, 25], abs=5)

@@ -11,6 +11,7 @@ from jaxtyping import Int32, Int64, UInt64
 
 from shardlm.data.errors import DataError
 from shardlm.data.store import BLOCK, Shard, Store, id_dtype
+from shardlm.words import many
 
 _NONE = np.zeros(0, np.int32)
 
@@ -207,14 +208,14 @@ def split(corpora: Sequence[Corpus], how: str, share: float) -> tuple[list[Corpu
         documents, tokens = sum(c.documents for c in corpora), sum(sizes)
         if how == "tail":
             raise DataError(
-                f"data.split is tail and data.validation {share:g}: of {tokens} tokens {sizes[0]} "
-                f"would be for training and {sizes[1]} for validation: give more text or change "
-                "data.validation"
+                f"data.split is tail and data.validation {share:g}: of {many(tokens, 'token')} "
+                f"{sizes[0]} would be for training and {sizes[1]} for validation: give "
+                "more text or change data.validation"
             )
         side = "validation" if sizes[0] else "training"
         raise DataError(
             f"data.split is documents and data.validation {share:g}: by the hash of their texts "
-            f"none of the {documents} documents is left for {side}: set data.split tail, change "
-            "data.validation, or give the text in more documents"
+            f"none of {many(documents, 'document')} is left for {side}: set data.split tail, "
+            "change data.validation, or give the text in more documents"
         )
     return train, validation

@@ -18,7 +18,7 @@ from shardlm.data.balance import WorkModel, imbalance
 from shardlm.data.buckets import Buckets
 from shardlm.data.corpus import Corpus
 from shardlm.data.loader import Loader, Shape, Share
-from shardlm.data.mixture import LAST_PLACE
+from shardlm.data.rows import ranges
 from shardlm.data.shown import ShownRow, first_rows
 from shardlm.data.summary import Summary
 from shardlm.data.tokenizer import Tokenizer
@@ -33,6 +33,10 @@ POSITIONS = 1 << 25
 """Positions of those updates, at most, but for two updates."""
 BLOCK = 1 << 16
 """Rows that are looked at together."""
+SAMPLES = 64
+"""Runs of ids in which the bytes a token are counted, evenly spread over those of a source."""
+SAMPLE = 1024
+"""Ids of such a run, at most."""
 PERCENTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
 
 
@@ -152,8 +156,7 @@ def describe(data: Data, config: Config, ways: int) -> Description:
     config = override(config, {"model.vocab": vocab})
     loader, steps = data.train, config.train.steps
     places = config.batch * config.data.length
-    # No run gets further, whatever it is set to.
-    reach = min(steps, LAST_PLACE // (places // min(s.length for s in loader.shapes)) - 1)
+    reach = min(steps, loader.reach)
     rows = first_rows(loader, data.tokenizer, ROWS, min(ROWS, steps))
     loader.deal_to(ways)
     updates = _spread(reach, min(UPDATES, max(2, POSITIONS // places)))
@@ -169,7 +172,7 @@ def describe(data: Data, config: Config, ways: int) -> Description:
     return Description(
         tokenizer=data.tokenizer.name,
         vocab_size=data.tokenizer.vocab_size,
-        sources=tuple(_sources(data, config, loader.epochs(reach) * (steps / reach))),
+        sources=tuple(_sources(data, config, loader.epochs(steps))),
         training=loader.summary(),
         validation=data.validation.summary() if data.validation else None,
         lengths=_lengths(loader.corpora, config.data.length),
@@ -213,12 +216,19 @@ def _sources(
 
 
 def _bytes_per_token(corpus: Corpus, tokenizer: Tokenizer) -> float | None:
-    """Over the starts of 64 documents, evenly spaced."""
-    if not corpus.documents:
+    """In a sample that has each token as likely as any other; of a small source, in all of it."""
+    if not corpus.size:
         return None
-    chosen = np.unique(np.linspace(0, corpus.documents - 1, 64).round().astype(int))
-    firsts, sizes = corpus.firsts[chosen], np.minimum(corpus.lengths[chosen], 1024)
-    parts = np.split(corpus.tokens.gather(firsts, sizes), np.cumsum(sizes)[:-1])
+    starts, edges = corpus.starts, np.linspace(0, corpus.size, SAMPLES + 1).astype(np.int64)
+    edges = np.unique(edges)
+    firsts, ends = edges[:-1], np.minimum(edges[:-1] + SAMPLE, edges[1:])
+    # No text goes from one document into the next.
+    low, high = np.searchsorted(starts, firsts, "right"), np.searchsorted(starts, ends)
+    borders = starts[ranges(low, high - low)]
+    firsts, ends = (np.sort(np.concatenate([bounds, borders])) for bounds in (firsts, ends))
+    of = np.searchsorted(starts, firsts, "right") - 1
+    places, sizes = corpus.firsts[of] + firsts - starts[of], ends - firsts
+    parts = np.split(corpus.tokens.gather(places, sizes), np.cumsum(sizes)[:-1])
     texts = [tokenizer.decode(part) for part in parts]
     size = sum(len(text.encode(errors="surrogatepass")) for text in texts)
     return size / int(sizes.sum())

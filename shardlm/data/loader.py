@@ -21,11 +21,12 @@ from shardlm.data.buckets import Buckets
 from shardlm.data.corpus import Corpus, Tokens
 from shardlm.data.errors import DataError
 from shardlm.data.layout import lay_rows, row_lengths
-from shardlm.data.mixture import Mixture
+from shardlm.data.mixture import LAST_PLACE, Mixture
 from shardlm.data.rows import Batch, Segments, lay_out, ranges
 from shardlm.data.stream import Stream
 from shardlm.data.summary import Summary, check_predictable, summarize
 from shardlm.validation import batch_key, batch_of, batch_said
+from shardlm.words import many
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Shape(NamedTuple):
         return self.rows * self.length
 
     def __str__(self) -> str:
-        return f"{self.rows} rows of {self.length:,}"
+        return f"{many(self.rows, 'row')} of {self.length:,}"
 
 
 TOGETHER, PLACES = 32, 1 << 16
@@ -165,6 +166,11 @@ class Loader:
             return 1
         return max(1, min(TOGETHER, PLACES // self._places))
 
+    @property
+    def reach(self) -> int:
+        """Updates that can be asked for: no run gets further, whatever it is set to."""
+        return LAST_PLACE // (self._places // self.shapes[0].length) - 1
+
     def summary(self) -> Summary:
         """Documents, tokens and rows of an epoch."""
         return summarize(self.corpora, self.rows_per_epoch, self.shapes[-1].length)
@@ -252,17 +258,19 @@ class Loader:
         return named
 
     def epochs(self, step: int) -> Float64[np.ndarray, "sources"]:
-        """How many epochs of each source the updates before `step` make, by rows."""
+        """How many epochs of each source the updates before `step`, which is at least 1, make, by
+        rows."""
         read, whole = np.zeros((2, len(self.corpora)))
-        spans, _ = self._spans(step)
-        for stream, (end, _), shape in zip(self.streams, spans, self.shapes, strict=True):
-            for rows, count in stream.drawn(end):
+        end = min(step, self.reach)
+        spans, _ = self._spans(end)
+        for stream, (first, _), shape in zip(self.streams, spans, self.shapes, strict=True):
+            for rows, count in stream.drawn(first):
                 # Without weights there is one pool, of all sources.
                 own = [rows.corpus is corpus for corpus in self.corpora]
                 of = np.array(own) if any(own) else np.ones(len(own), bool)
                 read[of] += count * shape.length
                 whole[of] += rows.rows * shape.length
-        return read / whole
+        return read / whole * (step / end)
 
     def _spans(
         self, step: int, count: int = 1
@@ -375,12 +383,12 @@ def _too_few_rows(
     if len(shapes) > 1 or shapes[0].length < length:
         return (
             f"{batch_said(config)} and data.length {length}, so that an update has "
-            f"{config.batch * length} places: the training text ({tokens} tokens) fills fewer: "
-            "give more text, or lower the batch or data.length"
+            f"{config.batch * length} places: the training text ({many(tokens, 'token')}) fills "
+            "fewer: give more text, or lower the batch or data.length"
         )
     message = (
-        f"{batch_said(config)} and the training text has only {rows} rows of data.length "
-        f"{length} ({tokens} tokens): give more text, set {batch_key(config)} to "
+        f"{batch_said(config)} and the training text has only {many(rows, 'row')} of data.length "
+        f"{length} ({many(tokens, 'token')}): give more text, set {batch_key(config)} to "
         f"{batch_of(config, rows)} or less"
     )
     # The longest rows of which there are `batch`; of data.batch_tokens there would be more then.

@@ -16,6 +16,10 @@ from shardlm.data.buckets import Buckets
 from shardlm.data.loader import Loader
 from shardlm.data.rows import Batch
 from shardlm.data.tokenizer import Tokenizer, decode_after
+from shardlm.words import many
+
+LINE_FEED, TAB = "↵", "␉"
+"""Their signs."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +148,16 @@ class _Decoder:
 
 
 def visible(text: str) -> str:
-    """`text` with a sign for each character that is not to be seen: pictures for ASCII controls (␊
-    for a line feed), ⟨U+202E⟩ for others, such as halves of surrogate pairs and odd spaces."""
+    """`text` with a sign for each character that is not to be seen: ↵ for a line feed, pictures for
+    other ASCII controls (␉ for a tab), ⟨U+202E⟩ for others, such as halves of surrogate pairs and
+    odd spaces."""
     return text if text.isprintable() else "".join(map(_sign, text))
 
 
 def _sign(character: str) -> str:
     code = ord(character)
+    if character == "\n":
+        return LINE_FEED
     if code < 0x20:
         return chr(0x2400 + code)
     if code == 0x7F:
@@ -164,7 +171,7 @@ def shorten(pieces: tuple[Piece, ...], most: int) -> tuple[Piece, ...]:
     if size <= most:
         return pieces
     left, right = _head(pieces, most // 2), _head(pieces[::-1], most // 2, from_end=True)
-    gap = Piece(f" … {size - most // 2 * 2:,} characters … ", True, "gap")
+    gap = Piece(f" … {many(size - most // 2 * 2, 'character')} … ", True, "gap")
     return (*left, gap, *right[::-1])
 
 

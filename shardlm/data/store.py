@@ -28,6 +28,7 @@ from jaxtyping import Int64, UInt32, UInt64
 from shardlm.data.errors import DataError
 from shardlm.data.tokenizer import Tokenizer, from_json
 from shardlm.files import replace_bytes
+from shardlm.words import many
 
 FORMAT = "shardlm-store-1"
 MANIFEST = "store.json"
@@ -116,9 +117,7 @@ class Store:
 def odd_documents(counts: Mapping[str, Any]) -> list[str]:
     """What people read of the `COUNTS` that are not 0: "1 document empty and left out"."""
     return [
-        f"{counts[name]:,} document{'s' * (counts[name] != 1)} {what}"
-        for name, what in COUNTS.items()
-        if counts[name]
+        f"{many(counts[name], 'document')} {what}" for name, what in COUNTS.items() if counts[name]
     ]
 
 

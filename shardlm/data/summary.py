@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shardlm.data.corpus import Corpus
 from shardlm.data.errors import DataError
+from shardlm.words import many
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Summary:
 
     def __str__(self) -> str:
         return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens, "
-            f"{self.rows:,} rows of {self.length}"
+            f"{many(self.documents, 'document')}, {many(self.tokens, 'token')}, "
+            f"{many(self.rows, 'row')} of {self.length:,}"
         )
 
 
@@ -39,7 +40,7 @@ def check_predictable(corpora: Sequence[Corpus], side: str) -> None:
     """Refuse a split without a token to predict."""
     if sum(corpus.loss_tokens for corpus in corpora) < 1:
         raise DataError(
-            f"the {side} text has {sum(c.size for c in corpora)} tokens in "
-            f"{sum(c.documents for c in corpora)} documents: at least one document of two tokens "
-            "is needed, since the first of each is not predicted: give more text"
+            f"the {side} text has {many(sum(c.size for c in corpora), 'token')} in "
+            f"{many(sum(c.documents for c in corpora), 'document')}: at least one document of two "
+            "tokens is needed, since the first of each is not predicted: give more text"
         )

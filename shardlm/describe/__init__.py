@@ -26,14 +26,14 @@ def describe_data(options: DescribeOptions, config: Config) -> None:
     from shardlm.data.describe import describe
     from shardlm.data.shown import visible
     from shardlm.describe import page, terminal
-    from shardlm.describe.sections import sections
+    from shardlm.describe.sections import sections, without_border
     from shardlm.describe.ways import dealt_ways
 
     ways, why = dealt_ways(config, data.tokenizer.vocab_size)
     found = describe(data, config, ways)
     title = visible(f"What {options.configuration} reads")
-    parts = sections(found, why)
-    terminal.show(title, parts, found.rows)
+    parts, under = sections(found, why), without_border(found)
+    terminal.show(title, parts, found.rows, under)
     if html is not None:
-        replace_text(html, page.render(title, parts, found.rows))
+        replace_text(html, page.render(title, parts, found.rows, under))
         print(f"the same with whole rows: {html}")

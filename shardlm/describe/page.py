@@ -1,10 +1,12 @@
 """The page as one HTML file: it needs no network, no script, and no other file."""
 
 import html
+import re
 from collections.abc import Sequence
 
-from shardlm.data.shown import Piece, ShownRow, ShownSegment
+from shardlm.data.shown import LINE_FEED, TAB, Piece, ShownRow, ShownSegment
 from shardlm.describe.sections import MASK, Bar, Section, row_title, segment_title
+from shardlm.words import many
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -18,6 +20,7 @@ tr.configured { font-weight: bold; }
 p { margin: .3rem 0; } p.note { opacity: .8; }
 .bar { width: 12rem; } .bar div { height: 1em; background: #4477aa; margin-top: .25em; }
 h3 { font-size: .95rem; margin: 1.2rem 0 .3rem; }
+.legend { list-style: none; padding: 0; }
 .row { font: 13px/1.6 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
 .segment { background: #4477aa22; border-left: 3px solid #4477aa; padding-left: 2px; }
 .segment:nth-of-type(even) { background: #ccaa3333; border-left-color: #ccaa33; }
@@ -29,8 +32,10 @@ h3 { font-size: .95rem; margin: 1.2rem 0 .3rem; }
 """
 
 
-def render(title: str, sections: Sequence[Section], rows: Sequence[ShownRow]) -> str:
-    """The whole file."""
+def render(
+    title: str, sections: Sequence[Section], rows: Sequence[ShownRow], under: str | None
+) -> str:
+    """The whole file; `under` the rows is what there is to say of them."""
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -43,8 +48,9 @@ def render(title: str, sections: Sequence[Section], rows: Sequence[ShownRow]) ->
         *map(_section, sections),
         "<h2>Rows</h2>",
         f'<p class="note">{html.escape(MASK)}</p>',
-        _legend(),
+        _legend(rows),
         *map(_row, rows),
+        *([] if under is None else [f'<p class="note">{html.escape(under)}</p>']),
         "</body></html>",
     ]
     return "\n".join(parts) + "\n"
@@ -70,20 +76,42 @@ def _cell(cell: str | Bar) -> str:
     return f"<td>{html.escape(cell)}</td>"
 
 
-def _legend() -> str:
-    shown = [
-        '<span class="segment ends">a segment with which its document ends</span>',
-        '<span class="segment">one whose document goes on in another row</span>',
-        '<span class="masked">places that predict nothing</span>',
-        '<span class="id">⟨end⟩</span> a token without text',
-        "␊ a line feed, � a part of a character",
-    ]
-    return f'<p class="row legend">{"   ".join(shown)}</p>'
+def _legend(rows: Sequence[ShownRow]) -> str:
+    """What each mark in the rows says, and no others. An entry has its own colours, as a row has:
+    they take turns."""
+    segments = [segment for row in rows for segment in row.segments]
+    pieces = [piece for segment in segments for piece in segment.pieces]
+    text = "".join(piece.text for piece in pieces if piece.kind == "text")
+    entries = {
+        '<span class="segment">a segment</span><span class="segment">the next in the row</span>': (
+            any(len(row.segments) > 1 for row in rows)
+        ),
+        '<span class="segment ends">the document ends with the segment</span>': (
+            any(segment.ends for segment in segments)
+        ),
+        '<span class="segment">the document goes on in another row</span>': (
+            not all(segment.ends for segment in segments)
+        ),
+        '<span class="masked">places that predict nothing</span>': (
+            not all(piece.predicts for piece in pieces)
+        ),
+        '<span class="id">⟨…⟩</span> a token without text': any(p.kind == "id" for p in pieces),
+        f"{LINE_FEED} a line feed": LINE_FEED in text,
+        f"{TAB} a tab": TAB in text,
+        "␀ ␡ ⟨U+…⟩ and the like: characters that are not to be seen": (
+            re.search(r"[␀-␈␋-␟␡]|⟨U\+", text) is not None
+        ),
+        "� a part of a character": "�" in text,
+    }
+    shown = (f'<li class="row">{entry}</li>' for entry, used in entries.items() if used)
+    return f'<ul class="legend">{"".join(shown)}</ul>'
 
 
 def _row(row: ShownRow) -> str:
     segments = "".join(_segment(s, number) for number, s in enumerate(row.segments, start=1))
-    padding = f'<i class="padding"> {row.padding:,} places of padding</i>' if row.padding else ""
+    padding = (
+        f'<i class="padding"> {many(row.padding, "place")} of padding</i>' if row.padding else ""
+    )
     return (
         f"<h3>{html.escape(row_title(row))}</h3>\n"
         f'<div class="row content">{segments}{padding}</div>'
@@ -100,6 +128,6 @@ def _segment(segment: ShownSegment, number: int) -> str:
 
 def _piece(piece: Piece) -> str:
     # The signs stay, and do what they stand for.
-    text = html.escape(piece.text).replace("␊", "␊\n").replace("␉", "␉\t")
+    text = html.escape(piece.text).replace(LINE_FEED, f"{LINE_FEED}\n").replace(TAB, f"{TAB}\t")
     kinds = [piece.kind] * (piece.kind != "text") + ["masked"] * (not piece.predicts)
     return f'<span class="{" ".join(kinds)}">{text}</span>' if kinds else text

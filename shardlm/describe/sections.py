@@ -8,6 +8,7 @@ from shardlm.data.describe import Balance, Description, Lengths, Packing, Source
 from shardlm.data.shown import ShownRow, ShownSegment, visible
 from shardlm.data.store import odd_documents
 from shardlm.data.summary import Summary
+from shardlm.words import many
 
 
 class Bar(NamedTuple):
@@ -48,14 +49,18 @@ def sections(found: Description, dealt: str) -> list[Section]:
 def _sources(found: Description) -> Section:
     notes = [f"tokenizer {visible(found.tokenizer)}, {found.vocab_size:,} ids"]
     notes += _odd(found.sources)
-    epochs = found.steps / found.updates_per_epoch
+    epochs = [f"{_epochs(s.epochs)} epochs" for s in found.sources]
+    if len({*epochs}) == 1:
+        said = epochs[0]
+    else:
+        pairs = zip(epochs, found.sources, strict=True)
+        said = ", ".join(f"{n} of {visible(s.name)}" for n, s in pairs)
     notes.append(
-        f"{found.steps:,} updates are {_epochs(epochs)} epochs of all places, "
-        f"{found.steps * found.places:,} places"
+        f"{many(found.steps, 'update')}: {said}; {many(found.steps * found.places, 'place')}"
     )
     return Section(
         "Sources",
-        ("source", "documents", "tokens", "bytes a token", "share", "epochs", "tokens read"),
+        ("source", "documents", "tokens", "bytes a token, about", "share", "epochs", "tokens read"),
         tuple(
             (
                 visible(s.name),
@@ -126,7 +131,7 @@ def _lengths(lengths: Lengths, documents: int) -> Section:
         rows,
         notes=(
             f"{', '.join(said)}; mean {lengths.mean:,.1f}",
-            f"longer than a row: {_count(lengths.longer, 'document')}, "
+            f"longer than a row: {many(lengths.longer, 'document')}, "
             f"{lengths.longer / documents:.1%}",
         ),
     )
@@ -160,17 +165,16 @@ def _packings(packings: tuple[Packing, ...], documents: int) -> Section:
 
 
 def _updates(found: Description) -> Section:
-    (configured,) = (p for p in found.packings if p.configured)
     return Section(
         "An update",
         ("micro-batch", "places", "an update"),
         tuple(
             (str(shape), f"{shape.places:,}", f"{count:.2f}")
-            for shape, count in zip(configured.shapes, found.micro_batches, strict=True)
+            for shape, count in zip(_configured(found).shapes, found.micro_batches, strict=True)
         ),
         notes=(
             f"{found.predicted:,.1f} of the {found.places:,} places of an update predict a token "
-            f"(mean of {found.sampled:,} updates of the run)",
+            f"(mean of {many(found.sampled, 'update')} of the run)",
             f"{found.updates_per_epoch:,.1f} updates an epoch",
         ),
     )
@@ -191,17 +195,41 @@ def _balances(found: Description, dealt: str) -> list[Section]:
             marked=next(i for i, b in enumerate(found.balances) if b.configured),
             notes=(
                 dealt,
-                f"estimated FLOPs, attention counted, in {found.sampled:,} updates of the run",
+                *(["one row a device: nothing to deal"] if _rows(found) == found.ways else []),
+                f"estimated FLOPs with attention, in {many(found.sampled, 'update')} of the run",
+                "dynamic: equal speeds assumed",
             ),
         )
     ]
 
 
+def _rows(found: Description) -> float:
+    """Of an update, their mean."""
+    counts = zip(_configured(found).shapes, found.micro_batches, strict=True)
+    return sum(shape.rows * count for shape, count in counts)
+
+
+def _configured(found: Description) -> Packing:
+    (packing,) = (p for p in found.packings if p.configured)
+    return packing
+
+
+def without_border(found: Description) -> str | None:
+    """Why no border between documents is to be seen; None where one is."""
+    if any(len(row.segments) > 1 for row in found.rows):
+        return None
+    longest = max(row.length for row in found.rows)
+    why = f"documents have {found.lengths.mean:,.1f} tokens on average, rows {longest:,} places"
+    if _configured(found).name == "none":
+        why = "with data.packing none each has one document, or a piece of one"
+    return f"none of these rows has a border between documents: {why}"
+
+
 def row_title(row: ShownRow) -> str:
     """What stands above a row."""
     return (
-        f"update {row.update:,}, row {row.number:,} of {row.rows:,}: {row.length:,} places, "
-        f"{row.predicted:,} of them predict; {_count(len(row.segments), 'segment')}, "
+        f"update {row.update:,}, row {row.number:,} of {row.rows:,}: {many(row.length, 'place')}, "
+        f"{row.predicted:,} of them predict; {many(len(row.segments), 'segment')}, "
         f"{row.padding:,} of padding"
     )
 
@@ -209,12 +237,8 @@ def row_title(row: ShownRow) -> str:
 def segment_title(segment: ShownSegment, number: int) -> str:
     """What there is to say of the `number`-th segment of a row."""
     ends = "the document ends" if segment.ends else "the document goes on in another row"
-    places = f"{_count(segment.places, 'place')}, {segment.predicted:,} predict"
+    places = f"{many(segment.places, 'place')}, {segment.predicted:,} predict"
     return f"segment {number:,}: {places}; {ends}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _epochs(value: float) -> str:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shardlm.data.shown import Piece, ShownRow, shorten
 from shardlm.describe.sections import MASK, Bar, Section, row_title
+from shardlm.words import many
 
 CHARACTERS = 320
 """Of a segment that are shown."""
@@ -21,8 +22,10 @@ WIDTH = 100
 """Characters of a line where there is no terminal."""
 
 
-def show(title: str, sections: Sequence[Section], rows: Sequence[ShownRow]) -> None:
-    """Print everything on standard output."""
+def show(
+    title: str, sections: Sequence[Section], rows: Sequence[ShownRow], under: str | None
+) -> None:
+    """Print everything on standard output; `under` the rows is what there is to say of them."""
     width = None if sys.stdout.isatty() else WIDTH
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     # Printed by `print`: the library would end the process where a pipe is closed.
@@ -42,6 +45,9 @@ def show(title: str, sections: Sequence[Section], rows: Sequence[ShownRow]) -> N
             console.print()
             console.print(Text(row_title(row), "bold"))
             console.print(_row(row))
+        if under is not None:
+            console.print()
+            console.print(Padding(Text(under), (0, 0, 0, 2)))
     # It fills lines up with spaces.
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
@@ -74,7 +80,7 @@ def _legend() -> Text:
         *_marked([Piece("so", False), Piece("⟨end⟩", False, "id")]),
         "; ",
         *_marked([Piece("⟨end⟩", True, "id")]),
-        " is a token without text, ␊ a line feed, � a part of a character; ",
+        " is a token without text, ↵ a line feed, � a part of a character; ",
         ("│ the document ends with the segment, ┆ it goes on in another row.", ""),
     )
 
@@ -84,16 +90,16 @@ def _row(row: ShownRow) -> Padding:
     table = Table.grid(padding=(0, 1))
     table.add_column(justify="right", style="dim")
     table.add_column(overflow="fold")
-    many = len(row.segments) > SEGMENTS
+    left_out = len(row.segments) - SEGMENTS
     for number, segment in enumerate(row.segments, start=1):
-        if many and SEGMENTS // 2 < number <= len(row.segments) - SEGMENTS // 2:
+        if left_out > 0 and SEGMENTS // 2 < number <= len(row.segments) - SEGMENTS // 2:
             if number == SEGMENTS // 2 + 1:
-                table.add_row("", Text(f"… {len(row.segments) - SEGMENTS:,} segments …", "dim"))
+                table.add_row("", Text(f"… {many(left_out, 'segment')} …", "dim"))
             continue
         shown = Text.assemble(*_marked(shorten(segment.pieces, CHARACTERS)))
         table.add_row(f"{number:,} {'│' if segment.ends else '┆'}", shown)
     if row.padding:
-        table.add_row("", Text(f"… {row.padding:,} places of padding", "dim"))
+        table.add_row("", Text(f"… {many(row.padding, 'place')} of padding", "dim"))
     return Padding(table, (0, 0, 0, 2))
 
 

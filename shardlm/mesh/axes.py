@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from shardlm.config import Config, ConfigError, MeshConfig, ModelConfig
 from shardlm.validation import batch_near, batch_of, batch_said, nearest_divisible, nearest_divisor
+from shardlm.words import many
 
 AXES = ("replica", "stage", "data", "expert", "context", "model")
 """Names of the mesh axes, slowest link first."""
@@ -37,8 +38,8 @@ def resolve_sizes(mesh: MeshConfig, devices: int) -> dict[str, int]:
     if known > devices:
         wanted = ", ".join(f"{a} {n}" for a, n in sizes.items() if n not in (1, -1))
         raise ConfigError(
-            f"the mesh asks for {known} devices ({wanted}) and there are {devices}: make an axis "
-            f"smaller, or use run.simulate_devices {known} to try it on CPU"
+            f"the mesh asks for {many(known, 'device')} ({wanted}) and there are {devices}: make "
+            f"an axis smaller, or use run.simulate_devices {known} to try it on CPU"
         )
     if free:
         if devices % known:

@@ -42,9 +42,9 @@ class Console:
         if step % self._every == 0 or step == self._steps or self._seen == 1:
             self.say(self._line(record))
 
-    def evaluation(self, step: int, loss: float) -> None:
+    def evaluation(self, step: int, loss: float, bits_per_byte: float | None) -> None:
         """Take the loss over the validation split."""
-        self.say(f"step {self._counted(step)}  validation loss {loss:.4f}")
+        self.say(f"step {self._counted(step)}  validation loss {loss_text(loss, bits_per_byte)}")
 
     def say(self, text: str) -> None:
         """Print a line at once."""
@@ -56,7 +56,7 @@ class Console:
     def _line(self, record: Mapping[str, Any]) -> str:
         parts = [
             f"step {self._counted(record['step'])}",
-            f"loss {record['loss']:.4f}",
+            f"loss {loss_text(record['loss'])}",
             f"lr {record['learning_rate']:.2e}",
             f"{count(record['tokens_per_second'])} tokens/s",
         ]
@@ -72,6 +72,12 @@ class Console:
 
     def _counted(self, step: int) -> str:
         return f"{step:{len(str(self._steps))}d}/{self._steps}"
+
+
+def loss_text(loss: float, bits_per_byte: float | None = None) -> str:
+    """A loss with its unit, and in the one that tokenizers can be compared by where it is known."""
+    bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits a byte"
+    return f"{loss:.4f} nats a token{bits}"
 
 
 def duration(seconds: float) -> str:

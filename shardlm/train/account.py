@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardlm.data import Loader, Update
+from shardlm.words import many
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Account:
         """A line for each source."""
         total = sum(self.tokens) or 1
         return "\n".join(
-            f"read        {corpus.name}: {n:,} tokens ({n / total:.1%}), {epochs:.2f} epochs"
+            f"read        {corpus.name}: {many(n, 'token')} ({n / total:.1%}), {epochs:.2f} epochs"
             for corpus, n, epochs in zip(
                 loader.corpora, self.tokens, self.epochs(loader), strict=True
             )

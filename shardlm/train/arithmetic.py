@@ -1,10 +1,11 @@
 """How examples, updates and devices relate in a run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardlm.config import Config
 from shardlm.mesh.axes import batch_ways
+from shardlm.words import many
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,17 @@ class Arithmetic:
     """Devices that the examples are split over."""
     steps: int
     """Updates of the run."""
+    sources: tuple[tuple[str, float], ...] = ()
+    """With weights: each source and the epochs that the run makes of it."""
 
     @classmethod
-    def of(cls, config: Config, sizes: Mapping[str, int], examples: int) -> "Arithmetic":
+    def of(
+        cls,
+        config: Config,
+        sizes: Mapping[str, int],
+        examples: int,
+        sources: Iterable[tuple[str, float]] = (),
+    ) -> "Arithmetic":
         """The counts of a configuration on a mesh."""
         ways = batch_ways(sizes)
         return cls(
@@ -39,6 +48,7 @@ class Arithmetic:
             config.micro_batches,
             ways,
             config.train.steps,
+            tuple(sources),
         )
 
     @property
@@ -62,16 +72,18 @@ class Arithmetic:
         return self.steps * self.batch / self.examples
 
     def __str__(self) -> str:
+        updates = f"{many(self.steps, 'update')} of {many(self.batch, 'row')}"
+        if self.sources:
+            epochs = ", ".join(f"{many(n, 'epoch')} of {name}" for name, n in self.sources)
+            line = f"{updates}: {epochs}"
+        else:
+            line = (
+                f"{many(self.examples, 'example')} an epoch, {updates}: "
+                f"{many(self.epochs, 'epoch')} of {many(self.updates_an_epoch, 'update')}"
+            )
         return (
-            f"{_many(self.examples, 'example')} an epoch, {_many(self.steps, 'update')} of "
-            f"{_many(self.batch, 'row')}: {_many(self.epochs, 'epoch')} of "
-            f"{_many(self.updates_an_epoch, 'update')}\n"
-            f"an update: {_many(self.micro_batches, 'micro-batch', 'es')} of "
-            f"{_many(self.ways, 'device')} x {_many(self.rows_a_device, 'row')} = "
-            f"{_many(self.device_batches, 'device batch', 'es')}"
+            f"{line}\n"
+            f"an update: {many(self.micro_batches, 'micro-batch', 'es')} of "
+            f"{many(self.ways, 'device')} x {many(self.rows_a_device, 'row')} = "
+            f"{many(self.device_batches, 'device batch', 'es')}"
         )
-
-
-def _many(n: float, noun: str, plural: str = "s") -> str:
-    number = f"{n:,}" if isinstance(n, int) else f"{n:.4g}"
-    return f"{number} {noun}{'' if n == 1 else plural}"

@@ -1,5 +1,6 @@
 """Loss over the whole validation split."""
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import jax
 
 from shardlm.config import Config
-from shardlm.data import ValidationLoader
+from shardlm.data import Tokenizer, ValidationLoader
+from shardlm.data.tokenizer import BytesTokenizer
 from shardlm.mesh.axes import batch_ways
 from shardlm.model.transformer import Params
 from shardlm.train.step import Engine, batch_sharding, make_eval_step
@@ -47,6 +49,12 @@ def make_evaluate(engine: Engine, loader: ValidationLoader) -> Evaluate:
         return nll / tokens
 
     return evaluate
+
+
+def bits_per_byte(loss: float, tokenizer: Tokenizer) -> float | None:
+    """The loss in bits a byte, where each token is one: the end of a document stands for its first,
+    which is not predicted. None for other tokenizers, whose bytes nobody has counted."""
+    return loss / math.log(2) if isinstance(tokenizer, BytesTokenizer) else None
 
 
 def eval_batch(config: Config, ways: int) -> int:

@@ -35,7 +35,7 @@ from shardlm.options import Sampling
 from shardlm.train.commands import Commands
 from shardlm.train.decode import generate
 from shardlm.train.errors import TrainingError
-from shardlm.train.evaluate import make_evaluate
+from shardlm.train.evaluate import bits_per_byte, make_evaluate
 from shardlm.train.prompts import prompt_ids, room_after
 from shardlm.train.report import describe, how_to_go_on
 from shardlm.train.resume import find_position, has_evaluation, write_config
@@ -44,6 +44,7 @@ from shardlm.train.signals import StopRequest
 from shardlm.train.start import Start
 from shardlm.train.state import State
 from shardlm.train.step import Engine, batch_sharding, make_train_step
+from shardlm.words import many
 
 
 def train(start: Start, commands: Commands, stop: StopRequest, started: float) -> int:
@@ -145,12 +146,13 @@ class _Run:
         first, self.tokens, self.account, speeds = find_position(start, config, self.store, say)
         ways = batch_ways(self.engine.mesh.shape)
         if speeds is not None and len(speeds.measured) != ways:
-            say(f"the speeds of {len(speeds.measured)} devices are forgotten: there are {ways} now")
+            learnt = many(len(speeds.measured), "device")
+            say(f"the speeds of {learnt} are forgotten: there are {ways} now")
             speeds = None
         self.data.train.deal_to(ways, speeds)
         if first == config.train.steps and not self._evaluation_missing(first):
             write_config(start, config, first, 0, say)
-            say(f"this run has finished: all its {first:,} updates are made")
+            say(f"this run has finished after {many(first, 'update')}")
             say(self.account.describe(self.data.train))
             say(how_to_go_on(self.engine, start.directory, self.commands))
             return 0
@@ -320,7 +322,8 @@ class _Run:
         (self.eval_loss,) = loss
         seconds = time.perf_counter() - begun
         self.writer.write({"step": step, "eval_loss": self.eval_loss, "seconds": seconds})
-        self.console.evaluation(step, self.eval_loss)
+        bits = bits_per_byte(self.eval_loss, self.data.tokenizer)
+        self.console.evaluation(step, self.eval_loss, bits)
         self.delayed.start()
 
     def _save(self, step: int, state: State, last: bool = False) -> None:

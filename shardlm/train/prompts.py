@@ -7,6 +7,7 @@ from jaxtyping import Int32
 
 from shardlm.config import Config, ConfigError
 from shardlm.data import DataError, Tokenizer
+from shardlm.words import many
 
 
 def encode_prompts(
@@ -36,8 +37,9 @@ def encode_prompts(
         room = room_after(config, len(ids))
         if room is not None and tokens > room:
             raise ConfigError(
-                f"{key} has {len(ids)} tokens and {tokens} are to be added, and the model has "
-                f"learned positions up to {config.data.length}: ask for at most {room} tokens"
+                f"{key} has {many(len(ids), 'token')} and {tokens} are to be added, and the "
+                f"model has learned positions up to {config.data.length}: ask for at most "
+                f"{many(room, 'token')}"
             )
         found.append(ids)
     return found

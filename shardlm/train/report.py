@@ -11,6 +11,7 @@ from shardlm.observe import RunDirectory, peak_memory
 from shardlm.train.arithmetic import Arithmetic
 from shardlm.train.commands import Commands
 from shardlm.train.step import Engine
+from shardlm.words import many
 
 
 def describe(engine: Engine, data: Data) -> str:
@@ -22,15 +23,24 @@ def describe(engine: Engine, data: Data) -> str:
     devices = f"{used} {device.device_kind}"
     if used < there:
         devices = f"{used} of {there} {device.device_kind}, {there - used} idle"
+    sources = (
+        zip(config.data.sources, data.train.epochs(config.train.steps).tolist(), strict=True)
+        if config.data.weights
+        else ()
+    )
     lines = [
         data.summary(),
-        f"model       {engine.transformer.count():,} parameters, {config.model.layers} layers, "
-        f"width {config.model.embed}, computing in {engine.dtype}",
+        f"model       {engine.transformer.count():,} parameters, "
+        f"{many(config.model.layers, 'layer')}, width {config.model.embed}, "
+        f"computing in {engine.dtype}",
         f"mesh        {axes or 'one device'} ({devices})",
         # Of rows of several lengths, as many of the longest as have their places.
         str(
             Arithmetic.of(
-                config, engine.mesh.shape, round(data.train.updates_per_epoch * config.batch)
+                config,
+                engine.mesh.shape,
+                round(data.train.updates_per_epoch * config.batch),
+                sources,
             )
         ),
     ]
@@ -43,7 +53,8 @@ def describe(engine: Engine, data: Data) -> str:
     total = sum(map(bytes_per_device, whole))
     if total > 1024:  # Constants of an optimizer are not worth a line.
         lines.append(
-            f"whole       {len(whole)} arrays that data does not divide, {total:,} bytes a device"
+            f"whole       {many(len(whole), 'array')} that data does not divide, "
+            f"{total:,} bytes a device"
         )
     dynamic = config.data.balance == "dynamic" and batch_ways(engine.mesh.shape) > 1
     if dynamic and config.micro_batches == 1:

@@ -12,6 +12,7 @@ from shardlm.optim import learning_rate
 from shardlm.train.account import Account
 from shardlm.train.setup import refuse_changes
 from shardlm.train.start import Start
+from shardlm.words import many
 
 Say = Callable[[str], None]
 
@@ -55,8 +56,8 @@ def find_position(start: Start, config: Config, store: CheckpointStore, say: Say
         refuse_changes(start.before, config, same_text)
     if first > config.train.steps:
         raise ConfigError(
-            f"train.steps is {config.train.steps} and the run in {where} has made {first} updates: "
-            "ask for at least as many, or name another run.dir"
+            f"train.steps is {config.train.steps} and the run in {where} has made "
+            f"{many(first, 'update')}: ask for at least as many, or name another run.dir"
         )
     if not same_text:
         raise ConfigError(

@@ -163,20 +163,3 @@ def test_one_part_and_the_last_line(monkeypatch, capsys):
     assert cli.run(cli.bench, ["data"]) == 0
     assert [name for name, _ in seen] == ["opening", *BENCHES["data"]]
     assert not any(Path(path).exists() for _, path in seen)
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("data --only bytes", "bench: only is 'bytes': with data it must be one of all, loader"),
-        ("step --only loader", "bench: only is 'loader': with step it must be one of all, bytes"),
-        ("data --every true", "bench: every is true: it is of step alone"),
-    ],
-)
-def test_mistakes(flags, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        cli.bench(flags.split())
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(message)
-    assert error.count("\n") == 1

@@ -88,23 +88,5 @@ def test_the_last_line_is_json(monkeypatch, capsys):
     assert 0 < low <= figures["ratio"] <= high
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("step --rounds 1", "bench: rounds is 1: it must be at least 2, for quartiles"),
-        ("step --only byte", "bench: only is 'byte': with step it must be one of"),
-        ("stop", "bench: name is 'stop': it must be one of step, data; did you mean step?"),
-        ("", "bench: "),
-    ],
-)
-def test_mistakes(flags, message, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        cli.bench(flags.split())
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(message)
-    assert error.count("\n") == 1
-
-
 def test_all_workloads_have_a_flag():
     assert BENCHES["step"] == tuple(bench_step.WORKLOADS)

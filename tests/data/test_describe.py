@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from shardlm.arguments import override
 from shardlm.config import Config
 from shardlm.data import Buckets, load_data
+from shardlm.data import describe as describing
 from shardlm.data.balance import WorkModel
 from shardlm.data.corpus import Tokens
 from shardlm.data.describe import LengthClass, describe
@@ -72,6 +73,45 @@ def test_a_source_counted_by_hand(tmp_path):
     assert got.lengths.percentiles == percentiles
     assert (got.lengths.mean, got.lengths.longer) == (98 / 5, 1)
     assert (got.training.documents, got.training.loss_tokens, got.validation) == (5, 93, None)
+
+
+def test_bytes_a_token_are_those_of_all_places_and_not_of_starts(tmp_path):
+    """Documents begin with a character of two bytes for one of their tokens in twelve; a long one
+    counts for as much as it holds."""
+    path = tmp_path / "a.jsonl"
+    texts = ["é" * 1000 + "a" * 11_000, *["é"] * 50] * 10
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (source,) = found(str(path), **{"data.tokenizer": "characters"}).sources
+    assert source.training_tokens > describing.SAMPLES * describing.SAMPLE
+    exact = sum(len(text.encode()) for text in texts) / sum(map(len, texts))
+    assert source.bytes_per_token == pytest.approx(exact, rel=0.02)
+    # Of starts alone it would be 2.
+
+
+def test_a_run_of_the_sample_stays_in_its_document(tmp_path, monkeypatch):
+    """Ids are of several arrays in places that are not those of the documents end to end."""
+    source = write(tmp_path, "a", LENGTHS)
+    data, _ = loaded(source)
+    (corpus,) = data.train.corpora
+    corpus = corpus.select(np.s_[1::2])
+    runs = []
+    gather = Tokens.gather
+
+    def noted(self, starts, sizes):
+        runs.extend(zip(starts.tolist(), sizes.tolist(), strict=True))
+        return gather(self, starts, sizes)
+
+    monkeypatch.setattr(Tokens, "gather", noted)
+    size = sum(LENGTHS[1::2])
+    for samples, sample in ((64, 1024), (5, 1024), (7, 6), (1, size)):
+        monkeypatch.setattr(describing, "SAMPLES", samples)
+        monkeypatch.setattr(describing, "SAMPLE", sample)
+        runs.clear()
+        describing._bytes_per_token(corpus, data.tokenizer)
+        bounds = list(zip(corpus.firsts, corpus.firsts + corpus.lengths, strict=True))
+        for first, count in runs:
+            assert any(a <= first and first + count <= b for a, b in bounds)
+        assert sum(count for _, count in runs) == min(size, samples * sample)
 
 
 def pieces(lengths, length, overlap):
@@ -232,8 +272,8 @@ def test_of_a_large_source_little_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(Tokens, "gather", counted)
     got = describe(data, config, 2)
     assert got.sources[0].tokens == 5_001_000
-    # 64 documents' starts, and ids of updates of 64 places.
-    assert sum(read) < 64 * 1024 + 100 * 64
+    # The sample, and ids of updates of 64 places.
+    assert sum(read) < describing.SAMPLES * describing.SAMPLE + 100 * 64
 
 
 def test_a_run_longer_than_any_place_of_a_mixture(tmp_path):
@@ -252,7 +292,7 @@ def test_what_is_shown_is_printable(text):
 
 
 def test_signs():
-    assert visible("a\nb\t\x1b[0m\0\x7f") == "a␊b␉␛[0m␀␡"
+    assert visible("a\nb\t\x1b[0m\0\x7f") == "a↵b␉␛[0m␀␡"
     assert visible("\u202e\ud800\x85é日😀") == "⟨U+202E⟩⟨U+D800⟩⟨U+0085⟩é日😀"
 
 

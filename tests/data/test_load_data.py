@@ -155,11 +155,11 @@ def test_too_little_text_is_refused(tmp_path):
     one = tmp_path / "one.txt"
     one.write_text("some text", encoding="utf-8")
     for config, parts in (
-        (make([one]), ["data.split", "none of the 1 documents", "tail"]),
+        (make([one]), ["data.split", "none of 1 document is left", "tail"]),
         (make([one], split="tail", batch=3), ["train.batch is 3", "only 2 rows"]),
         (make([one], split="tail", validation=0.95), ["data.validation 0.95", "10 tokens"]),
         (make([one], validation=0.0, batch=3), ["train.batch is 3", "only 2 rows"]),
-        (make([one], split="tail", validation=0.1), ["validation text has 1 tokens"]),
+        (make([one], split="tail", validation=0.1), ["validation text has 1 token in 1 document:"]),
     ):
         with pytest.raises(DataError) as error:
             load_data(config)

@@ -14,6 +14,7 @@ import pytest
 from shardlm.config import Config, DataConfig, RunConfig, TrainConfig
 from shardlm.data import Buckets, Corpus, DataError, Loader, Share, ValidationLoader
 from shardlm.data.balance import Speeds, WorkModel, imbalance
+from shardlm.words import many
 
 WORK = WorkModel(100.0, 1.0, ((0, 1),))
 PACKINGS = ("concat", "best_fit", "none", "padded_buckets")
@@ -263,7 +264,7 @@ def test_fewer_rows_than_a_batch_are_refused(lengths, rows):
         loader_of([corpus_of(lengths)])
     message = str(error.value)
     assert "train.batch is 4" in message
-    assert f"only {rows} rows" in message
+    assert f"only {many(rows, 'row')} of" in message
     assert f"({lengths[0]} tokens)" in message
     loader_of([corpus_of(lengths)], batch=rows)
     if "data.length to" in message:
@@ -293,7 +294,7 @@ def test_a_text_without_a_token_to_predict_is_refused(lengths):
         lambda: loader_of([corpus_of(lengths)], batch=1, length=2),
         lambda: ValidationLoader([corpus_of(lengths)], length=2),
     ):
-        with pytest.raises(DataError, match=f"{sum(lengths)} tokens in"):
+        with pytest.raises(DataError, match=f"{many(sum(lengths), 'token')} in"):
             make()
 
 

@@ -21,6 +21,13 @@ def test_1024_examples_on_4_devices():
     )
 
 
+def test_sources_with_weights_have_epochs_of_their_own():
+    config = Config(train=TrainConfig(batch=4, steps=5))
+    sizes = dict.fromkeys(AXES, 1)
+    first, _ = str(Arithmetic.of(config, sizes, 100, [("a", 0.5), ("b", 1.0)])).splitlines()
+    assert first == "5 updates of 4 rows: 0.5 epochs of a, 1 epoch of b"
+
+
 def test_micro_batches_replicas_and_part_of_an_epoch():
     a = arithmetic(48, 12, 100, steps=5, replica=2, data=3, model=4)
     assert (a.rows_a_device, a.micro_batches, a.device_batches) == (2, 4, 24)

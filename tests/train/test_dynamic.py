@@ -1,6 +1,7 @@
 """Runs whose devices are dealt updates by measured times, and what a run says that it has read."""
 
 import json
+import re
 import signal
 
 import pytest
@@ -137,6 +138,11 @@ def test_tokens_and_epochs_of_each_source(runs, text, tmp_path, capsys):
     tokens = records[-1]["source_tokens"][1]
     share = tokens / sum(records[-1]["source_tokens"])
     assert f"{small}: {tokens:,} tokens ({share:.1%}), {tokens / sizes[1]:.2f} epochs" in said
+    # And those of the whole run at its start.
+    first = re.search(
+        rf"7 updates of 12 rows: (.+) epochs of {text}, (.+) epochs of {small}\n", said
+    )
+    assert [float(n) for n in first.groups()] == pytest.approx(records[-1]["epochs"], rel=0.1)
     whole = sum(r["balance"] for r in records) / 7
     assert records[-1]["balance_run"] == pytest.approx(whole, rel=0.02)
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["balance_run"] >= 1

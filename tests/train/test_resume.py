@@ -131,7 +131,7 @@ def test_a_finished_run_says_so_and_changes_nothing(runs, finished, tmp_path, ca
     capsys.readouterr()
     assert runs.train(run, flags) == 0
     output = capsys.readouterr().out
-    assert "this run has finished: all its 6 updates are made" in output
+    assert "this run has finished after 6 updates" in output
     assert "continue with: " in output
     after = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
     changed = {name for name in before if before[name] != after[name]}
