@@ -50,13 +50,16 @@ class MeshConfig:
     expert: int = 1
     """Splits the experts of mixture layers (a size above 1 is not supported yet)."""
     context: int = 1
-    """Splits one sequence (a size above 1 is not supported yet)."""
+    """Splits one sequence."""
     model: int = 1
     """Splits heads, hidden units and vocabulary, and the residual stream over the sequence."""
     shard_params: Literal["all", "optimizer", "none"] = "all"
     """What `data` splits beside the examples. all: parameters are gathered layer by layer;
     optimizer: masters and moments are split, the parameters gathered once an update; none: every
     device holds everything."""
+    context_comm: Literal["ring", "gather", "ulysses"] = "ring"
+    """What travels over `context`. ring: keys and values, a device's at a time; gather: all of them
+    at once; ulysses: queries, keys and values, so that each device has all tokens of some heads."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,10 @@ AXES = ("replica", "stage", "data", "expert", "context", "model")
 BATCH_AXES = ("replica", "data")
 """Axes that split the examples of a batch."""
 
-UNSUPPORTED = ("stage", "expert", "context")
+TOKEN_AXES = (*BATCH_AXES, "context")
+"""Axes that split its tokens."""
+
+UNSUPPORTED = ("stage", "expert")
 """Axes whose size must still be 1."""
 
 
@@ -69,7 +72,7 @@ def check_axes(mesh: MeshConfig) -> dict[str, int]:
         if sizes[axis] != 1:
             raise ConfigError(
                 f"mesh.{axis} is {sizes[axis]}: a size above 1 is not supported yet on this axis; "
-                "use replica, data and model"
+                "use replica, data, context and model"
             )
     return sizes
 

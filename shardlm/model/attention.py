@@ -16,7 +16,9 @@ from jaxtyping import Float, Int
 
 from shardlm.config import ConfigError, ModelConfig
 from shardlm.model.blockwise import UNROLLED, blockwise
+from shardlm.model.ring import split_attention
 from shardlm.model.scores import MASKED, Rules, scores, visible
+from shardlm.parallel.collectives import Parallel
 
 
 def attend(
@@ -50,6 +52,31 @@ def attend(
     """
     run = IMPLEMENTATIONS[implementation]
     return run(q, k, v, q_segments, kv_segments, rules, q_start)
+
+
+def attend_over_context(
+    q: Float[Array, "B t H K"],
+    k: Float[Array, "B t G K"],
+    v: Float[Array, "B t G K"],
+    segments: Int[Array, "B T"],
+    rules: Rules,
+    implementation: str,
+    par: Parallel,
+) -> Float[Array, "B t H K"]:
+    """`attend` where each device of `context` has t = T/context tokens of a row.
+
+    Args:
+      q, k, v: of this device's tokens.
+      segments: of all tokens.
+      rules: window and soft-cap.
+      implementation: of `attend`, where a device has all tokens of some heads (ulysses).
+      par: the mesh.
+    """
+    if par.context_comm == "ulysses":
+        q, k, v = par.to_heads(q), par.to_heads(k), par.to_heads(v)
+        return par.to_tokens(attend(q, k, v, segments, segments, rules, implementation))
+    grouped = _by_group(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)
+    return _by_head(split_attention(*grouped, segments, rules, par))
 
 
 def choose_implementation(

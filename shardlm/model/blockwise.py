@@ -23,13 +23,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int
 
-from shardlm.model.scores import MASKED, Rules, products, scores, softcap_slope, visible
+from shardlm.model.pairs import Softmax, gradients, times_keys
+from shardlm.model.scores import MASKED, Rules, scores, visible
 from shardlm.parallel.collectives import match_varying
 
 UNROLLED = 8
 """Blocks up to which the loops are written out."""
-
-_TINY = 1e-30
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -72,43 +71,6 @@ def _backward(
 blockwise.defvjp(_forward, _backward)
 
 
-def _times_keys(x: Array, k: Array) -> Array:
-    """fp32 [B, G, R, T, K] of [B, G, R, T, S] and [B, G, S, K]."""
-    b, g, r, t, s = x.shape
-    y = jnp.einsum(
-        "bts,bsk->btk",
-        x.reshape(b * g, r * t, s),
-        k.reshape(b * g, s, -1),
-        preferred_element_type=jnp.float32,
-    )
-    return y.reshape(b, g, r, t, -1)
-
-
-def _over_queries(x: Array, q: Array) -> Array:
-    """fp32 [B, G, S, K] of [B, G, R, T, S] and [B, G, R, T, K], summed over R and T."""
-    b, g, r, t, s = x.shape
-    y = jnp.einsum(
-        "bts,btk->bsk",
-        x.reshape(b * g, r * t, s),
-        q.reshape(b * g, r * t, -1),
-        preferred_element_type=jnp.float32,
-    )
-    return y.reshape(b, g, s, -1)
-
-
-def _gradients(
-    q: Array, k: Array, v: Array, lse: Array, delta: Array, d_out: Array, seen: Array, rules: Rules
-) -> tuple[Array, Array, Array]:
-    """fp32 gradients of the queries and keys of a pair of blocks."""
-    x = scores(q, k, rules.softcap)
-    weights = jnp.exp(jnp.where(seen, x, MASKED) - lse[..., None])
-    d_x = weights * (products(d_out, v) - delta[..., None])
-    if rules.softcap:
-        d_x *= softcap_slope(x, rules.softcap)
-    d_x = (d_x * q.shape[-1] ** -0.5).astype(q.dtype)
-    return _times_keys(d_x, k), _over_queries(d_x, q), _over_queries(weights.astype(v.dtype), d_out)
-
-
 # The written-out form.
 
 
@@ -137,7 +99,7 @@ def _unrolled_forward(
         top = x.max(-1, keepdims=True)
         weights = jnp.exp(x - top)
         total = weights.sum(-1, keepdims=True)
-        out = _times_keys(weights.astype(v.dtype), v[:, :, keys]) / total
+        out = times_keys(weights.astype(v.dtype), v[:, :, keys]) / total
         some = top > MASKED / 2
         outs.append(jnp.where(some, out, 0.0).astype(v.dtype))
         # Where nothing is seen, any sum above MASKED makes the weights zero in the backward pass.
@@ -159,7 +121,7 @@ def _unrolled_backward(
     d_k = match_varying(jnp.zeros(k.shape, jnp.float32), k)
     d_v = match_varying(jnp.zeros(v.shape, jnp.float32), v)
     for queries, keys in _spans(q.shape[3], rules):
-        d_q_part, d_k_part, d_v_part = _gradients(
+        d_q_part, d_k_part, d_v_part = gradients(
             q[:, :, :, queries],
             k[:, :, keys],
             v[:, :, keys],
@@ -246,27 +208,11 @@ def _looped_forward(
     first = _first_key_blocks(segments, rules)
 
     def queries(i: Array) -> tuple[Array, Array]:
-        def keys(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            out, top, total = carry
-            seen = x.seen(i, j, rules)
-            s = jnp.where(seen, scores(x.q[i], x.k[j], rules.softcap), MASKED)
-            new_top = jnp.maximum(top, s.max(-1))
-            weights = jnp.where(seen, jnp.exp(s - new_top[..., None]), 0.0)
-            keep = jnp.exp(top - new_top)
-            part = _times_keys(weights.astype(v.dtype), x.v[j])
-            return out * keep[..., None] + part, new_top, total * keep + weights.sum(-1)
+        def keys(j: Array, softmax: Softmax) -> Softmax:
+            return softmax.met(x.q[i], x.k[j], x.v[j], x.seen(i, j, rules), rules)
 
-        shape = x.q.shape[1:]
-        start = (
-            jnp.zeros(shape, jnp.float32),
-            jnp.full(shape[:-1], MASKED, jnp.float32),
-            jnp.zeros(shape[:-1], jnp.float32),
-        )
-        start = jax.tree.map(lambda a: match_varying(a, q), start)
-        out, top, total = jax.lax.fori_loop(first[i], i + 1, keys, start)
-        total = jnp.maximum(total, _TINY)
-        lse = jnp.where(top > MASKED / 2, top + jnp.log(total), 0.0)
-        return (out / total[..., None]).astype(v.dtype), lse
+        start = Softmax.of_nothing(x.q[i])
+        return jax.lax.fori_loop(first[i], i + 1, keys, start).result(v.dtype)
 
     out, lse = jax.lax.map(queries, jnp.arange(x.q.shape[0]))
     return _join(out, 3), _join(lse, 3)
@@ -289,7 +235,7 @@ def _looped_backward(
     def keys(d_q: Array, j: Array) -> tuple[Array, tuple[Array, Array]]:
         def queries(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             d_q, d_k, d_v = carry
-            d_q_part, d_k_part, d_v_part = _gradients(
+            d_q_part, d_k_part, d_v_part = gradients(
                 x.q[i],
                 x.k[j],
                 x.v[j],

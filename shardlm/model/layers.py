@@ -4,7 +4,7 @@ Every parameter names the logical dim of each of its dimensions; `AxisRules` say
 them. Sizes are read off the arrays, so that the same code runs on a whole weight or a shard.
 
 Shapes: B batch, T length (of the whole row), D embed, H heads, G kv_heads, K head_dim, F mlp.
-`model` splits H, G and F; x between the parts is [B, T/model, D].
+`model` splits H, G and F, `context` T; x between the parts is [B, T/context/model, D].
 """
 
 import math
@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Float, Float32, Int
 
 from shardlm.config import ModelConfig
-from shardlm.model.attention import attend
+from shardlm.model.attention import attend, attend_over_context
 from shardlm.model.scores import Rules
 from shardlm.parallel.collectives import Parallel
 
@@ -37,8 +37,8 @@ class Context:
     par: Parallel
     dtype: jnp.dtype
     attention: str
-    segments: Array  # [B, T] of the queries
-    cos: Array | None  # [B, T, 1, K] fp32, see `rope_table`
+    segments: Array  # [B, T] of the whole row
+    cos: Array | None  # [B, T/context, 1, K] fp32, see `rope_table`
     sin: Array | None
     dropout_key: Array | None = None
     """None when nothing is dropped."""
@@ -175,13 +175,12 @@ def rotate(
 
 
 def dropout(x: Array, rate: float, key: Array, ctx: Context) -> Array:
-    """Drop elements of [B, T/model, D] and scale up the rest.
+    """Drop elements of [B, T/context/model, D] and scale up the rest.
 
     The mask of a token depends on the key, its row and its place in the row, and on nothing else.
     """
     assert ctx.rows is not None
-    first = ctx.par.index("model") * x.shape[1] if ctx.par.split_sequence else 0
-    place = first + jnp.arange(x.shape[1])
+    place = ctx.par.places(x.shape[1])
     fold = jax.random.fold_in
     keys = jax.vmap(lambda r: jax.vmap(lambda p: fold(fold(key, r), p))(place))(ctx.rows)
     bits = jax.vmap(jax.vmap(lambda k: jax.random.bits(k, x.shape[2:])))(keys)
@@ -232,7 +231,10 @@ class Attention(nnx.Module):
             )
             k, v, kv_segments = cache.k, cache.v, ctx.kv_segments
         rules = Rules(window, self.model.attention_softcap, self.model.attention_block)
-        y = attend(q, k, v, ctx.segments, kv_segments, rules, ctx.attention, ctx.start)
+        if len(ctx.par.chunks) > 1:
+            y = attend_over_context(q, k, v, ctx.segments, rules, ctx.attention, ctx.par)
+        else:
+            y = attend(q, k, v, ctx.segments, kv_segments, rules, ctx.attention, ctx.start)
         return add_bias_once(self.o, y, ctx.par), cache
 
 

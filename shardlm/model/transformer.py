@@ -152,8 +152,8 @@ class Transformer:
     def hidden(
         self,
         params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
+        tokens: Int[Array, "B t"],
+        positions: Int[Array, "B t"],
         segments: Int[Array, "B T"],
         par: Parallel,
         dtype: jnp.dtype,
@@ -164,13 +164,13 @@ class Transformer:
         caches: Cache | None = None,
         kv_segments: Int[Array, "B S"] | None = None,
         start: Int[Array, ""] | int = 0,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "D V"], Cache | None]:
+    ) -> tuple[Float[Array, "B t D"], Float[Array, "D V"], Cache | None]:
         """Final hidden states and the head that turns them into logits.
 
         Args:
           params: this device's part.
-          tokens, positions: ids, and their places in their documents.
-          segments: the document of each token; 0 is padding.
+          tokens, positions: ids of this device's tokens, and their places in their documents.
+          segments: the document of each token of whole rows; 0 is padding.
           par: the mesh.
           dtype: of weights and activations.
           attention: see `attend`.

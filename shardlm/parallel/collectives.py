@@ -11,6 +11,10 @@ arXiv 1910.02054; sequence-split tensor parallelism: Korthikanti et al., arXiv 2
                      again, backward; the same in fp32 for its gradient; over `data`
   `gather_sequence`  (N-1)/N of the gathered activation forward and backward, over `model`
   `scatter_sequence` the same
+  `shift_context`    a device's keys and values, N-1 times forward; backward, and their gradients in
+                     fp32 as often, over `context`
+  `gather_context`   the same at once
+  `to_heads`, `to_tokens` (N-1)/N of the activation forward and backward, over `context`
   `reduce_gradients` 2(N-1)/N of the leaves that are whole over an axis, (N-1)/N of those gathered
 """
 
@@ -21,12 +25,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from shardlm.mesh.axes import AXES, BATCH_AXES
+from shardlm.mesh.axes import AXES, BATCH_AXES, TOKEN_AXES
 from shardlm.mesh.rules import AxisRules
+from shardlm.parallel.sequence import chunks_of
 
 SEQUENCE = 1
 """The dimension of an activation [B, T, ...] that `model` splits between the matrices."""
@@ -46,12 +52,15 @@ class Parallel:
       gather_weights: weights arrive split over `data`, and each layer gathers its own where it uses
         them; otherwise they arrive whole over `data`.
       split_sequence: between the matrices the residual stream is split over the sequence on
-        `model`; otherwise it is whole (decoding, where the sequence is one token).
+        `model`, and rows on `context`; otherwise they are whole (decoding, where the sequence is
+        one token).
+      context_comm: see `MeshConfig.context_comm`.
     """
 
     rules: AxisRules
     gather_weights: bool = True
     split_sequence: bool = True
+    context_comm: str = "ring"
 
     def size(self, axis: str) -> int:
         """Devices of an axis."""
@@ -65,6 +74,51 @@ class Parallel:
         """Place of this device along axes taken together, the first most significant."""
         active = self.active(axes)
         return jax.lax.axis_index(active) if active else jnp.int32(0)
+
+    @property
+    def chunks(self) -> np.ndarray:
+        """See `shardlm.parallel.sequence.chunks_of`."""
+        return chunks_of(self.size("context") if self.split_sequence else 1, self.context_comm)
+
+    def row_part(self, x: Array) -> Array:
+        """This device's tokens [B, T/context, ...] of whole rows [B, T, ...]. Nothing travels."""
+        if len(self.chunks) == 1:
+            return x
+        mine = jnp.asarray(self.chunks)[self.index("context")]
+        cut = x.reshape(x.shape[0], self.chunks.size, -1, *x.shape[2:])
+        return jnp.take(cut, mine, axis=1).reshape(x.shape[0], -1, *x.shape[2:])
+
+    def places(self, length: int) -> Array:
+        """Place in the row of each of the `length` tokens of this device's part of the residual
+        stream: int32 [length]."""
+        if not self.split_sequence:
+            return jnp.arange(length)
+        mine = jnp.asarray(self.chunks)[self.index("context")]
+        chunk = length * self.size("model") // len(mine)
+        places = (mine[:, None] * chunk + jnp.arange(chunk)).reshape(-1)
+        return jax.lax.dynamic_slice_in_dim(places, self.index("model") * length, length)
+
+    def shift_context(self, tree: Any) -> Any:
+        """What the device before this one on `context` has; to the first comes the last's."""
+        n = self.size("context")
+        to = [(i, (i + 1) % n) for i in range(n)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, "context", to), tree)
+
+    def gather_context(self, tree: Any) -> Any:
+        """What all devices of `context` have, in their order along a new first dim."""
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, "context"), tree)
+
+    def scatter_context(self, tree: Any) -> Any:
+        """This device's part, along the first dim, of the sum over `context`."""
+        return jax.tree.map(lambda x: jax.lax.psum_scatter(x, "context", scatter_dimension=0), tree)
+
+    def to_heads(self, x: Array) -> Array:
+        """[B, T/context, H, K] to [B, T, H/context, K]; backward `to_tokens`."""
+        return jax.lax.all_to_all(x, "context", split_axis=2, concat_axis=1, tiled=True)
+
+    def to_tokens(self, x: Array) -> Array:
+        """[B, T, H/context, K] to [B, T/context, H, K]; backward `to_heads`."""
+        return jax.lax.all_to_all(x, "context", split_axis=1, concat_axis=2, tiled=True)
 
     def unshard(self, state: Any, dtype: jnp.dtype) -> Any:
         """Weights (an NNX state) cast for computing and whole over `data`.
@@ -118,20 +172,23 @@ class Parallel:
         whole = jax.lax.dynamic_update_slice_in_dim(whole, x, start, axis)
         return jax.lax.psum(whole, "model")
 
-    def sum_examples(self, x: Array) -> Array:
-        """Sum over the axes that split the examples."""
-        axes = self.active(BATCH_AXES)
+    def sum_tokens(self, x: Array) -> Array:
+        """Sum over the axes that split the tokens."""
+        axes = self.active(TOKEN_AXES)
         return jax.lax.psum(x, axes) if axes else x
 
     def list_examples(self, x: Array) -> Array:
         """One scalar a device, as an array [ways] with an entry for each share of the batch, in the
-        order of the batch: the largest over the devices of `model`. Equal, and typed so, on all
+        order of the batch: the largest over the devices of the share. Equal, and typed so, on all
         devices."""
         axes = self.active(BATCH_AXES)
         ways = math.prod(self.size(axis) for axis in axes)
-        x = self.max_model(_vary(x, set(self.active(("model",)))))
+        share = self.active(("context", "model"))
+        x = _vary(x, set(share))
+        x = jax.lax.pmax(x, share) if share else x
         place = self.index(*BATCH_AXES)
-        return self.sum_examples(match_varying(jnp.zeros(ways, x.dtype), x).at[place].set(x))
+        x = match_varying(jnp.zeros(ways, x.dtype), x).at[place].set(x)
+        return jax.lax.psum(x, axes) if axes else x
 
     def varying(self, tree: Any, axes: tuple[str, ...] = AXES) -> Any:
         """The same values, typed as varying on all of these axes.

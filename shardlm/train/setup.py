@@ -20,6 +20,7 @@ from shardlm.model.attention import choose_implementation
 from shardlm.model.transformer import Transformer
 from shardlm.observe import memory_limit
 from shardlm.optim import make_optimizer
+from shardlm.parallel.sequence import row_multiple
 from shardlm.train.state import State, abstract_state, init_state, shardings
 from shardlm.train.step import Engine, padded_length
 from shardlm.validation import batch_said
@@ -89,7 +90,7 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
     capability = str(getattr(device, "compute_capability", ""))
     # Each length is checked; the choice is the same for all.
     for row in row_lengths(config.data):
-        length = padded_length(row, mesh.shape["model"])
+        length = padded_length(row, row_multiple(mesh.shape, config.mesh.context_comm))
         attention = choose_implementation(config.model, platform, length, capability)
     rules = AxisRules.for_model(mesh.shape, config.model, config.mesh.shard_params)
     transformer = Transformer(config.model, config.data.length)

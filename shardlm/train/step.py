@@ -26,11 +26,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlm.config import Config
 from shardlm.data.buckets import Buckets
 from shardlm.mesh import AxisRules
-from shardlm.mesh.axes import BATCH_AXES, batch_ways
+from shardlm.mesh.axes import TOKEN_AXES, batch_ways
 from shardlm.model.loss import LossRules, next_token_loss
 from shardlm.model.transformer import Params, Transformer
 from shardlm.optim import Guarded, accumulate, global_norm, learning_rate
 from shardlm.parallel.collectives import Parallel
+from shardlm.parallel.sequence import row_multiple
 from shardlm.train.state import DROPOUT, State, shardings, specs
 from shardlm.train.stopwatch import read_clock, seconds_between
 
@@ -69,11 +70,11 @@ def loss_sums(
     differentiated. Without a dropout key the batch needs no `rows`.
     """
     config = engine.config
-    batch = pad_sequence(batch, par.size("model"))
+    batch = pad_sequence(batch, row_multiple(par.rules.sizes, par.context_comm))
     x, kernel, _ = engine.transformer.hidden(
         params,
-        batch["tokens"],
-        batch["positions"],
+        par.row_part(batch["tokens"]),
+        par.row_part(batch["positions"]),
         batch["segments"],
         par,
         engine.dtype,
@@ -87,7 +88,8 @@ def loss_sums(
         model.vocab_size, model.logit_softcap, config.train.z_loss, config.train.loss_chunk
     )
     x = x.reshape(-1, x.shape[-1])
-    loss = next_token_loss(x, kernel, batch["targets"].reshape(-1), rules, par)
+    targets = par.row_part(batch["targets"]).reshape(-1)
+    loss = next_token_loss(x, kernel, targets, rules, par)
     return loss.objective, (loss.nll, loss.tokens)
 
 
@@ -118,7 +120,9 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
     shard_params = config.mesh.shard_params
     once = shard_params == "optimizer"
     timed = config.data.balance == "dynamic"
-    par = Parallel(rules, gather_weights=shard_params == "all")
+    par = Parallel(
+        rules, gather_weights=shard_params == "all", context_comm=config.mesh.context_comm
+    )
     param_specs = specs(engine.abstract["params"])
 
     def local(params: Params, batch: Batch | Buckets, step: Array) -> Any:
@@ -145,13 +149,13 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
             return sums, {k: jnp.roll(x, -1, 0) for k, x in rows.items()}
 
         # The loss is equal on the devices of `model`, and typed so.
-        examples = partial(par.varying, axes=BATCH_AXES)
+        over_tokens = partial(par.varying, axes=TOKEN_AXES)
         zero = accumulate.zeros_like_accumulated(weights)
         started: Any = read_clock(weights) if timed else None
         sums: Any = (
-            zero._replace(grads=par.varying(zero.grads), weight=examples(zero.weight)),
-            examples(jnp.float32(0)),
-            examples(jnp.int32(0)),
+            zero._replace(grads=par.varying(zero.grads), weight=over_tokens(zero.weight)),
+            over_tokens(jnp.float32(0)),
+            over_tokens(jnp.int32(0)),
             started,
         )
         for rows, turns in _loops(engine, batch):
@@ -160,9 +164,9 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
         seconds = par.list_examples(seconds_between(started, ended)) if timed else None
         whole = accumulate.Accumulated(
             par.reduce_gradients(acc.grads, param_specs, gathered=once),
-            par.sum_examples(acc.weight),
+            par.sum_tokens(acc.weight),
         )
-        return accumulate.mean(whole), par.sum_examples(nll), par.sum_examples(count), seconds
+        return accumulate.mean(whole), par.sum_tokens(nll), par.sum_tokens(count), seconds
 
     def gradients(params: Params, batch: Batch | Buckets, step: Array) -> Any:
         batch_specs = _batch_specs(engine, isinstance(batch, Buckets))
@@ -254,11 +258,16 @@ def make_eval_step(engine: Engine) -> jax.stages.Wrapped:
 
     Nothing is dropped, so the batch needs no `rows`.
     """
-    par = Parallel(engine.rules, gather_weights=engine.config.mesh.shard_params != "none")
+    mesh = engine.config.mesh
+    par = Parallel(
+        engine.rules,
+        gather_weights=mesh.shard_params != "none",
+        context_comm=mesh.context_comm,
+    )
 
     def local(params: Params, batch: Batch) -> tuple[Array, Array]:
         _, (nll, tokens) = loss_sums(engine, par, par.varying(params), batch)
-        return par.sum_examples(nll), par.sum_examples(tokens)
+        return par.sum_tokens(nll), par.sum_tokens(tokens)
 
     spec = PartitionSpec()
     return jax.jit(
