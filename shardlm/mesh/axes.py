@@ -107,6 +107,29 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
             "mesh.shard_params optimizer or none, or data.balance work"
         )
     check_model(config.model, sizes, config.mesh.shard_params)
+    if sizes["context"] > 1:
+        _check_context(config, sizes)
+
+
+def _check_context(config: Config, sizes: Mapping[str, int]) -> None:
+    comm, model = config.mesh.context_comm, config.model
+    if comm != "ulysses":
+        if model.attention in ("xla", "cudnn"):
+            raise ConfigError(
+                f"model.attention is {model.attention} and mesh.context {sizes['context']} with "
+                f"mesh.context_comm {comm}, which attends a block at a time: use auto or "
+                "blockwise, or mesh.context_comm ulysses"
+            )
+        return
+    ways = sizes["context"] * sizes["model"]
+    for key, heads in (("model.heads", model.heads), ("model.kv_heads", model.kv)):
+        if heads % ways:
+            split = " x ".join(f"{a} {sizes[a]}" for a in ("context", "model") if sizes[a] > 1)
+            raise ConfigError(
+                f"{key} is {heads} and mesh.context_comm ulysses splits heads over {split}: {ways} "
+                f"does not divide {heads} ({key} {nearest_divisible(heads, ways)} would do, or "
+                "mesh.context_comm ring)"
+            )
 
 
 def check_model(model: ModelConfig, sizes: Mapping[str, int], shard_params: str) -> None:

@@ -105,17 +105,22 @@ class _Geometry:
         end = queries.start // self.chunk * self.chunk + self.chunk
         return first, jnp.minimum(queries.start + self.block, end) - 1
 
-    def spans(self, keys: _Blocks, first: Array, last: Array) -> list[tuple[Array, Array]]:
-        """Of each chunk of a device's keys the blocks that have keys from `first` to `last`."""
-        found = []
-        for chunk in range(self.chunks.shape[1]):
-            before = chunk * self.blocks
-            start = keys.start[before]
-            a = jnp.clip((first - start) // self.block, 0, self.blocks)
-            # A place after the chunk is in none of its blocks.
-            b = jnp.clip((last - start) // self.block + 1, 0, self.blocks)
-            found.append((before + a, before + b))
-        return found
+    def over(self, keys: _Blocks, first: Array, last: Array, meet: Any, carry: Any) -> Any:
+        """What `meet(j, carry)` makes of the carry over the blocks j of a device's keys that have
+        keys from `first` to `last`."""
+        # Of each chunk, those from a to b; one loop for all chunks compiles once.
+        start = keys.start[:: self.blocks]
+        a = jnp.clip((first - start) // self.block, 0, self.blocks)
+        b = jnp.clip((last - start) // self.block + 1, 0, self.blocks)
+        a, b = (x + jnp.arange(len(start)) * self.blocks for x in (a, b))
+        if len(start) == 1:
+            return jax.lax.fori_loop(a[0], b[0], meet, carry)
+        early = b[0] - a[0]
+
+        def one(i: Array, carry: Any) -> Any:
+            return meet(jnp.where(i < early, a[0] + i, a[1] + i - early), carry)
+
+        return jax.lax.fori_loop(0, early + b[1] - a[1], one, carry)
 
     def seen(self, start: Array, segments: Array, keys: _Blocks, j: Array) -> Array:
         """Mask of a block of queries and block j of the keys."""
@@ -148,9 +153,7 @@ def _forward(
                 seen = rows.seen(start, segments, theirs, j)
                 return softmax.met(q, keys[0][j], keys[1][j], seen, rules)
 
-            for span in rows.spans(theirs, first, last):
-                softmax = jax.lax.fori_loop(*span, key, softmax)
-            return softmax
+            return rows.over(theirs, first, last, key, softmax)
 
         return jax.lax.map(block, (softmax, queries, *mine, first, last))
 
@@ -205,10 +208,7 @@ def _backward(
                 )
                 return d_q + d_q_part, d_k.at[j].add(d_k_part), d_v.at[j].add(d_v_part)
 
-            carry = d_q, *d_keys
-            for span in rows.spans(theirs, first, last):
-                carry = jax.lax.fori_loop(*span, key, carry)
-            d_q, *d_keys = carry
+            d_q, *d_keys = rows.over(theirs, first, last, key, (d_q, *d_keys))
             return tuple(d_keys), d_q
 
         zero = match_varying(jnp.zeros(keys[0].shape, jnp.float32), q)

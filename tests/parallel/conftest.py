@@ -40,7 +40,7 @@ if jax.__version_info__ < (0, 11):
 class Tiny:
     """Gradients of a tiny model with dropout on meshes of the simulated devices."""
 
-    batch_size, length, vocab, model = BATCH, LENGTH, VOCAB, MODEL
+    batch_size, length, vocab, model, quick = BATCH, LENGTH, VOCAB, MODEL, QUICK
 
     @staticmethod
     def batch() -> dict[str, np.ndarray]:
