@@ -95,6 +95,10 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     - `data`, all: k·(2b + 4)Ψ in the layers, weights gathered forward and backward, gradients
       scattered; (b + 4k)Ψ outside (embedding, final norm, head), where one gather does for all.
     - `replica`: 2·4 times what a device stores, an all-reduce of the gradients.
+    - `context`: the same, and in each layer and micro-batch, of t tokens of a device's rows and
+      heads of together h (queries) and g (keys) numbers, ring and gather: keys and values twice
+      and their gradients in fp32, (4b + 8)·t·g; ulysses: queries, keys, values and results, forward
+      and backward, 4b·(h + g)·t/N.
     - `model`: k·(8·layers + 4)·(tokens of a device's micro-batch)·embed·b: a layer has 4
       all-gathers and 4 reduce-scatters (Korthikanti et al., arXiv 2205.05198), the split
       embedding and head together 2 and 2. Without recomputation (`train.remat: none`). The
@@ -119,7 +123,7 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     rules = AxisRules.for_model(sizes, model, config.mesh.shard_params)
     transformer = Transformer(model, config.data.length)
     micro_batches = config.micro_batches
-    size = {axis: sizes.get(axis, 1) for axis in ("replica", "data", "model")}
+    size = {axis: sizes.get(axis, 1) for axis in ("replica", "data", "context", "model")}
     data = replica = 0.0
     leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract())
     dims = jax.tree.leaves(transformer.dims, is_leaf=lambda x: isinstance(x, tuple))
@@ -136,8 +140,19 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
             data += (gathers * weight + 4 * micro_batches) * count
         replica += 8 * count / (size["data"] if "data" in axes else 1)
     tokens = config.micro_batch * config.data.length / (size["replica"] * size["data"])
-    activations = micro_batches * tokens * model.embed * dtype.itemsize
-    whole = {"replica": replica, "data": data, "model": (8 * model.layers + 4) * activations}
+    heads, kv = (n * model.k_dim / size["model"] for n in (model.heads, model.kv))
+    if config.mesh.context_comm == "ulysses":
+        attention = 4 * dtype.itemsize * (heads + kv) / size["context"]
+    else:
+        attention = (4 * dtype.itemsize + 8) * kv
+    activations = micro_batches * tokens / size["context"] * model.embed * dtype.itemsize
+    whole = {
+        "replica": replica,
+        "data": data,
+        # Gradients of what a device stores, as over `replica`.
+        "context": replica + micro_batches * model.layers * tokens * attention,
+        "model": (8 * model.layers + 4) * activations,
+    }
     return {axis: _ring(n) * whole[axis] for axis, n in size.items() if n > 1}
 
 

@@ -27,6 +27,8 @@ class Case(NamedTuple):
     model: int
     shard_params: str
     micro_batches: int
+    context: int = 1
+    comm: str = "ring"
 
 
 CASES = [
@@ -35,6 +37,9 @@ CASES = [
     Case(1, 8, 1, "all", 3),
     Case(1, 4, 2, "all", 3),
     Case(1, 1, 4, "all", 1),
+    Case(1, 2, 1, "all", 2, 4),
+    Case(1, 1, 1, "all", 1, 4, "gather"),
+    Case(1, 1, 2, "all", 1, 2, "ulysses"),
 ]
 LONG = [
     *(Case(1, 8, 1, how, 1) for how in ("none", "optimizer", "all")),
@@ -44,13 +49,22 @@ LONG = [
     Case(1, 1, 2, "all", 3),
     Case(2, 2, 2, "all", 3),
     Case(2, 4, 1, "optimizer", 3),
+    Case(1, 1, 1, "all", 1, 8),
+    Case(1, 1, 2, "all", 1, 4),
+    Case(1, 2, 1, "optimizer", 2, 4, "ulysses"),
+    Case(2, 1, 2, "all", 1, 2, "gather"),
 ]
 
 
 def config_of(case):
     return Config(
         mesh=MeshConfig(
-            replica=case.replica, data=case.data, model=case.model, shard_params=case.shard_params
+            replica=case.replica,
+            data=case.data,
+            context=case.context,
+            model=case.model,
+            shard_params=case.shard_params,
+            context_comm=case.comm,
         ),
         model=ModelConfig(
             layers=3, embed=128, heads=8, kv_heads=4, mlp=240, vocab=500, dtype="float32"
@@ -104,7 +118,7 @@ def test_bytes_are_the_least_possible(case):
     sent, mesh, listing = counted(config)
     total, least = bytes_by_axis(sent), minimum_bytes(config, mesh.shape)
     assert total.keys() == least.keys(), listing
-    for axis, limit in {"replica": 1.05, "data": 1.05, "model": 1.10}.items():
+    for axis, limit in {"replica": 1.05, "data": 1.05, "context": 1.05, "model": 1.10}.items():
         if mesh.shape[axis] > 1:
             ratio = total[axis] / least[axis]
             print(f"{case} {axis}: {total[axis]:,.0f} of {least[axis]:,.0f}, {ratio:.4f}")
@@ -117,13 +131,28 @@ def test_nothing_else_is_sent(case):
     statistics of the loss (3 numbers a token) and the gradients of norm scales."""
     sent, _, _ = counted(config_of(case))
     weights = {"all-reduce"} if case.shard_params == "none" else {"all-gather", "reduce-scatter"}
-    budget = {"replica": {"all-reduce"}, "data": weights, "model": {"all-gather", "reduce-scatter"}}
+    keys = {
+        "ring": {"collective-permute"},
+        "gather": {"all-gather", "reduce-scatter"},
+        "ulysses": {"all-to-all"},
+    }
+    budget = {
+        "replica": {"all-reduce"},
+        "data": weights,
+        "context": {"all-reduce", *keys[case.comm]},
+        "model": {"all-gather", "reduce-scatter"},
+    }
     beside = [c for c in sent if any(c.kind not in budget[axis] for axis in c.axes)]
     listing = "\n".join(map(str, beside))
     assert {c.kind for c in beside} <= {"all-reduce"}, listing
-    tokens = ROWS * case.micro_batches * LENGTH / (case.replica * case.data)
+    tokens = ROWS * case.micro_batches * LENGTH / (case.replica * case.data * case.context)
     scales = (2 * 3 + 1) * 128 / (case.data if case.shard_params != "none" else 1)
-    sums = {"replica": 400, "data": 400, "model": 400 + 2 * 4 * (3 * tokens + scales)}
+    sums = {
+        "replica": 400,
+        "data": 400,
+        "context": 400,
+        "model": 400 + 2 * 4 * (3 * tokens + scales),
+    }
     for axis, bytes in bytes_by_axis(beside).items():
         assert bytes <= sums[axis], listing
 
