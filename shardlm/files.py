@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +84,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 LOCK = ".lock"
 """Name of the lock of a directory."""
+_TRIES = 20
+"""Of owning a directory, where what is above it comes and goes."""
 
 
 class OwnedDirectory:
@@ -101,25 +104,28 @@ class OwnedDirectory:
         """
         self.path = path
         self._lock: int | None = None
-        while self._lock is None:
-            self._made = _make(path)
+        self._made: list[Path] = []
+        for left in reversed(range(_TRIES)):
             try:
+                self._made += _make(path)
                 check()
                 self._lock = lock(path / LOCK)
                 check()
+                break
             except BaseException as error:
-                # If it is gone, the one who owned it has removed it in this moment.
-                if not isinstance(error, FileNotFoundError) or os.path.lexists(path):
-                    self.close()
+                self.close()
+                # Another process may make and remove directories in this moment.
+                if not left or not isinstance(error, FileNotFoundError | FileExistsError):
                     raise
+                time.sleep(0.01)
 
     def close(self) -> None:
         """Give it up. Where nothing was made in it, nothing of it is left."""
         with contextlib.suppress(OSError):
             if self._lock is not None and os.listdir(self.path) == [LOCK]:
                 (self.path / LOCK).unlink()
-            for directory in self._made:
-                directory.rmdir()
+            while self._made:
+                self._made.pop(0).rmdir()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -1,6 +1,7 @@
 """`shardlm prepare`: text into a store, and training from it."""
 
 import contextlib
+import gzip
 import json
 import os
 import socket
@@ -78,6 +79,17 @@ def test_an_interrupted_preparation_goes_on_and_the_files_are_the_same(folder, t
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
     assert (tmp_path / "store" / "00000.tokens").stat().st_mtime_ns == first.st_mtime_ns
     assert sum(done) < sum(open_store(tmp_path / "whole").lengths)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_of_two_faults_the_first_is_told(workers, tmp_path):
+    """Though the second is found while the text of the first is still being looked at."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "a"}\nnot JSON\n')
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n' * 999)[:-9])
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is not JSON"):
+        preparation(folder, workers=workers).into(tmp_path / "store")
 
 
 def test_workers_make_the_same_files(folder, tmp_path):

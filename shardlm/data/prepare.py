@@ -198,11 +198,19 @@ class Preparation:
     ) -> Generator[tuple[int, Tokenized], None, None]:
         """Chunks as ids, in their order, with the bytes that each has as stored."""
         waiting: deque[tuple[int, Future[Tokenized]]] = deque()
+        unreadable: Exception | None = None
         with self._at_work() as (number, submit):
             while True:
-                for chunk in islice(chunks, 2 * number + 1 - len(waiting)):
-                    waiting.append((chunk.stored_bytes, submit(chunk)))
+                try:
+                    for chunk in islice(chunks, 2 * number + 1 - len(waiting)):
+                        waiting.append((chunk.stored_bytes, submit(chunk)))
+                except (
+                    Exception
+                ) as error:  # Told in its turn: what comes before it may be wrong too.
+                    unreadable = error
                 if not waiting:
+                    if unreadable is not None:
+                        raise unreadable
                     return
                 stored_bytes, result = waiting.popleft()
                 yield stored_bytes, result_of(result, self.stopped, progress)

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,8 +63,14 @@ class SubwordTokenizer(Tokenizer):
     padding. The library would write it another way in another version."""
     name: str = field(default="subwords", compare=False)
     threads: int = field(default=1, compare=False)
-    """For texts of more than `TOGETHER` characters."""
+    """That give text to the library at a time, whatever calls it; texts of more than `TOGETHER`
+    characters are tokenized by as many."""
     kind: ClassVar[str] = "subwords"
+    _gate: threading.Semaphore = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Memory is by what the library has at a time.
+        object.__setattr__(self, "_gate", threading.Semaphore(self.threads))
 
     @classmethod
     def of(cls, content: Any, name: str = kind) -> "SubwordTokenizer":
@@ -131,9 +138,10 @@ class SubwordTokenizer(Tokenizer):
 
     def _encode_together(self, texts: list[str]) -> list[np.ndarray]:
         encode = self._parts.library.encode_batch_fast
-        found = self._try(lambda: encode(texts, add_special_tokens=False), texts)
-        # By way of `array`, numpy reads a list of small integers a third faster.
-        return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in found]
+        with self._gate:
+            found = self._try(lambda: encode(texts, add_special_tokens=False), texts)
+            # By way of `array`, numpy reads a list of small integers a third faster.
+            return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in found]
 
     def _try(self, encode: Any, texts: Sequence[str]) -> Any:
         try:
