@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from shardlm.arguments import override
 from shardlm.config import ConfigError
 from shardlm.data import load_data
-from shardlm.observe import Progress
+from shardlm.observe import Progress, RunDirectory
 from shardlm.options import EvaluateOptions
 from shardlm.train.evaluate import bits_per_byte, make_evaluate
 from shardlm.train.trained import open_trained
@@ -27,7 +28,9 @@ def evaluate_run(options: EvaluateOptions, changes: Mapping[str, Any]) -> dict[s
       CheckpointError: as `open_trained`.
     """
     trained = open_trained(options.run_dir, changes, options.step)
-    data = load_data(trained.engine.config, display=Progress)
+    # The run's own tokenizer: the file that it came from may have moved too.
+    own = {"data.tokenizer": str(RunDirectory(options.run_dir).tokenizer_path)}
+    data = load_data(override(trained.engine.config, own), display=Progress)
     if data.validation is None:
         raise ConfigError(f"{options.run_dir} has no validation text: its data.validation is 0")
     if trained.metadata.get("data") != data.fingerprint:

@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,6 +84,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 LOCK = ".lock"
 """Name of the lock of a directory."""
+_TRIES = 20
+"""Of owning a directory, where what is above it comes and goes."""
 
 
 class OwnedDirectory:
@@ -101,45 +104,45 @@ class OwnedDirectory:
         """
         self.path = path
         self._lock: int | None = None
-        while self._lock is None:
-            self._made = _make(path)
-            try:
-                check()
-                self._lock = lock(path / LOCK)
-                check()
-            except BaseException as error:
-                # If it is gone, the one who owned it has removed it in this moment.
-                if not isinstance(error, FileNotFoundError) or os.path.lexists(path):
-                    self.close()
-                    raise
+        self._made: list[Path] = []
+        try:
+            for left in reversed(range(_TRIES)):
+                try:
+                    self._take(check)
+                    break
+                except (FileNotFoundError, FileExistsError):
+                    # Other processes may make and remove directories in this moment.
+                    if not left:
+                        raise
+                    self._unlock()
+                    time.sleep(0.01)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self, check: Callable[[], None]) -> None:
+        chain = (self.path, *self.path.parents)
+        missing = [*itertools.takewhile(lambda p: not os.path.lexists(p), chain)]
+        # Both begin with the directory itself, so the longer has all of the other.
+        self._made = max(self._made, missing, key=len)
+        self.path.mkdir(parents=True, exist_ok=True)
+        check()
+        self._lock = lock(self.path / LOCK)
+        check()
 
     def close(self) -> None:
         """Give it up. Where nothing was made in it, nothing of it is left."""
-        with contextlib.suppress(OSError):
-            if self._lock is not None and os.listdir(self.path) == [LOCK]:
-                (self.path / LOCK).unlink()
-            for directory in self._made:
+        if self._lock is not None:
+            with contextlib.suppress(OSError):
+                if os.listdir(self.path) == [LOCK]:
+                    (self.path / LOCK).unlink()
+        for directory in self._made:
+            # Of those above, some may be there and others not.
+            with contextlib.suppress(OSError):
                 directory.rmdir()
+        self._unlock()
+
+    def _unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-
-def _make(path: Path) -> list[Path]:
-    """Make a directory and those above it; returns the ones that were not there, from below. None
-    of them is left where one cannot be made."""
-    above = itertools.takewhile(lambda p: not os.path.lexists(p), (path, *path.parents))
-    made: list[Path] = []
-    try:
-        for directory in reversed([*above]):
-            # Another process may make it meanwhile.
-            with contextlib.suppress(FileExistsError):
-                directory.mkdir()
-                made.insert(0, directory)
-        path.mkdir(exist_ok=True)
-    except BaseException:
-        for directory in made:
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-        raise
-    return made

@@ -10,7 +10,8 @@ MESH_KEYS = ("mesh.", "run.simulate_devices")
 devices that are there, whatever it was trained on."""
 
 TEXT_KEYS = ("data.sources", "data.cache")
-"""Where the text of a run lies, for commands that read it again: it may have moved since."""
+"""Where the text of a run lies, for commands that read it again: it may have moved since. Its
+tokenizer is in the run's own directory."""
 
 
 def _check_path(name: str, path: str, what: str) -> None:

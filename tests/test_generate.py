@@ -265,7 +265,7 @@ def test_evaluation_is_the_one_that_was_logged(run, capsys):
     assert found["bits_per_byte"] == pytest.approx(np.log2(np.exp(logged)))
     assert bits_per_byte(logged, CharactersTokenizer("ab")) is None
     assert cli.run(cli.evaluate, [str(path), "--mesh.data", "1"]) == 0
-    said = f"{logged:.4f} nats a token, {found['bits_per_byte']:.4f} bits a byte  perplexity"
+    said = f"{logged:.4f} nats per token, {found['bits_per_byte']:.4f} bits per byte  perplexity"
     assert said in capsys.readouterr().out
     other = evaluate_run(options, {"mesh.data": 3, "mesh.model": 2})
     assert other["eval_loss"] == pytest.approx(logged, rel=1e-6)

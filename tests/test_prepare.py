@@ -1,10 +1,13 @@
 """`shardlm prepare`: text into a store, and training from it."""
 
 import contextlib
+import errno
+import gzip
 import json
 import os
 import socket
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from shardlm import cli
 from shardlm.config import Config, DataConfig, TrainConfig
 from shardlm.data import DataError, load_data, open_store
+from shardlm.data.directory import tokenizer_left
 from shardlm.data.inputs import list_inputs
 from shardlm.data.prepare import Interrupted, Preparation
 from shardlm.data.readers import Reading
@@ -78,6 +82,17 @@ def test_an_interrupted_preparation_goes_on_and_the_files_are_the_same(folder, t
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
     assert (tmp_path / "store" / "00000.tokens").stat().st_mtime_ns == first.st_mtime_ns
     assert sum(done) < sum(open_store(tmp_path / "whole").lengths)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_of_two_faults_the_first_is_told(workers, tmp_path):
+    """Though the second is found while the text of the first is still being looked at."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "a"}\nnot JSON\n')
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n' * 999)[:-9])
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is not JSON"):
+        preparation(folder, workers=workers).into(tmp_path / "store")
 
 
 def test_workers_make_the_same_files(folder, tmp_path):
@@ -240,26 +255,24 @@ def test_two_at_once(folder, tmp_path):
         shown.append("done")
 
     held = lock(path / ".lock")
-    try:
-        with pytest.raises(DataError, match=rf"process {os.getpid()} on .* is preparing {path}"):
-            preparation(folder).into(path)
-        hashing = preparation(folder, display=shows)
-        assert hashing.key == path.name
-        assert shown == ["hashing the text", "done"]
-        asked = iter([False, False, True])
-        hashing.stopped = lambda: next(asked)
-        with pytest.raises(Interrupted):
-            hashing.cached(tmp_path)
-        waits = f"waiting for process {os.getpid()} on {socket.gethostname()}, which is preparing"
-        assert shown[2:] == [f"{waits} {path}"]
-        del shown[2:]
-        timer = threading.Timer(0.3, os.close, [held])
-        timer.start()
-        hashing.stopped = lambda: False
-        assert hashing.cached(tmp_path).manifest["documents"] == 40
-        assert shown[2:] == [f"{waits} {path}", "done", "tokenizing", "done"]
-    finally:
-        timer.join()
+    with pytest.raises(DataError, match=rf"process {os.getpid()} on .* is preparing {path}"):
+        preparation(folder).into(path)
+    hashing = preparation(folder, display=shows)
+    assert hashing.key == path.name
+    assert shown == ["hashing the text", "done"]
+    asked = iter([False, False, True])
+    hashing.stopped = lambda: next(asked)
+    with pytest.raises(Interrupted):
+        hashing.cached(tmp_path)
+    waits = f"waiting for process {os.getpid()} on {socket.gethostname()}, which is preparing"
+    assert shown[2:] == [f"{waits} {path}"]
+    del shown[2:]
+    timer = threading.Timer(0.3, os.close, [held])
+    timer.start()
+    hashing.stopped = lambda: False
+    assert hashing.cached(tmp_path).manifest["documents"] == 40
+    assert shown[2:] == [f"{waits} {path}", "done", "tokenizing", "done"]
+    timer.join()
 
 
 def test_hashing_and_tokenizing_are_shown_by_themselves(folder, tmp_path):
@@ -277,6 +290,32 @@ def test_hashing_and_tokenizing_are_shown_by_themselves(folder, tmp_path):
     assert shown == [("hashing the text", size, size), ("tokenizing it", size, size)]
     preparation(folder, display=shows).cached(tmp_path)
     assert shown[2:] == [("hashing the text", size, size)]
+
+
+def test_text_that_is_refused_leaves_nothing_in_the_way(folder, tmp_path, monkeypatch):
+    """Also if the process ends while it is cleared away; what was made with effort stays."""
+    (folder / "a.txt").write_bytes(b"\xff")
+    unlink, path = Path.unlink, tmp_path / "store"
+    for allowed in range(3):
+        left = iter([True] * allowed)
+
+        def ending(self, missing_ok=False, left=left):
+            if not next(left, False):
+                raise OSError(errno.EIO, "gone", str(self))
+            unlink(self, missing_ok)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "unlink", ending)
+            for _ in range(2):
+                with pytest.raises(DataError, match="not UTF-8"):
+                    preparation(folder).into(path)
+    trained = tmp_path / "trained"
+    with pytest.raises(DataError, match="not UTF-8"):
+        preparation(folder, made_from="digest").into(trained)
+    assert tokenizer_left(trained, "digest") == BytesTokenizer()
+    with pytest.raises(DataError, match="not UTF-8"):
+        preparation(folder).into(path)
+    assert not list(path.iterdir())
 
 
 def test_a_place_that_cannot_be_written_to(folder, tmp_path, capsys):

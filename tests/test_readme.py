@@ -107,7 +107,7 @@ def test_they_do_what_is_said_of_them(ran, folder):
     assert re.search(r"best_fit .* 256 +← configured", again)
     assert "4,096 places of an update" in again
     assert "6 updates of 16 rows" in train  # 4,096 tokens in rows of 256.
-    assert re.search(r"validation loss [0-9.]+ nats a token  perplexity", evaluate)
+    assert re.search(r"validation loss [0-9.]+ nats per token  perplexity", evaluate)
     assert generate.startswith("Once")
     assert "3 shapes, compiled once" in mixed
     assert re.search(r": [0-9.]+ epochs? of stores/mine, [0-9.]+ epochs? of other\n", mixed)

@@ -165,7 +165,7 @@ def _cache(given: str | None) -> Path:
     path = given or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/shardlm"
     try:
         return Path(path).expanduser()
-    except RuntimeError as error:  # Nobody's home.
+    except RuntimeError as error:  # No home directory is known.
         raise DataError(f"data.cache is {path}: {error}; name a directory") from None
 
 

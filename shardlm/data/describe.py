@@ -34,7 +34,7 @@ POSITIONS = 1 << 25
 BLOCK = 1 << 16
 """Rows that are looked at together."""
 SAMPLES = 64
-"""Runs of ids in which the bytes a token are counted, evenly spread over those of a source."""
+"""Runs of ids in which the bytes per token are counted, evenly spread over those of a source."""
 SAMPLE = 1024
 """Ids of such a run, at most."""
 PERCENTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)

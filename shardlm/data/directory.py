@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlm.data.errors import DataError
-from shardlm.data.stopping import Display, Interrupted, quiet
-from shardlm.data.store import TOKENIZER, is_store, read_manifest
+from shardlm.data.stopping import Display, Interrupted, Progress, quiet
+from shardlm.data.store import MANIFEST, TOKENIZER, is_store, read_manifest
 from shardlm.data.tokenizer import Tokenizer, from_json
 from shardlm.files import LOCK, Occupied, OwnedDirectory
 
@@ -37,42 +37,42 @@ def owned(
       Interrupted: `stopped`.
     """
 
-    def own() -> OwnedDirectory | Occupied:
-        try:
-            return OwnedDirectory(path, lambda: _refuse_foreign(path))
-        except Occupied as owner:
-            return owner
-        except OSError as error:
-            place = f"STORE is {path}" if cache is None else f"data.cache is {cache}"
-            raise DataError(
-                f"{place}: {error.strerror} ({error.filename}); name a directory that can be "
-                "written to"
-            ) from error
-
-    found = own()
-    if isinstance(found, Occupied):
-        if cache is None:
-            raise DataError(
-                f"{found} is preparing {path}: wait for it to end, or name another directory"
-            )
-        with display(f"waiting for {found}, which is preparing {path}", 0) as progress:
-            while isinstance(found, Occupied):
-                if stopped():
-                    raise Interrupted
-                progress(0, 0)
-                time.sleep(0.2)
-                found = own()
+    with contextlib.ExitStack() as waiting:
+        progress: Progress | None = None
+        while True:
+            try:
+                directory = OwnedDirectory(path, lambda: _refuse_foreign(path))
+                break
+            except Occupied as owner:
+                if cache is None:
+                    raise DataError(
+                        f"{owner} is preparing {path}: wait for it to end, or name another "
+                        "directory"
+                    ) from None
+                if progress is None:
+                    what = f"waiting for {owner}, which is preparing {path}"
+                    progress = waiting.enter_context(display(what, 0))
+            except OSError as error:
+                place = f"STORE is {path}" if cache is None else f"data.cache is {cache}"
+                raise DataError(
+                    f"{place}: {error.strerror} ({error.filename}); name a directory that can be "
+                    "written to"
+                ) from error
+            if stopped():
+                raise Interrupted
+            progress(0, 0)
+            time.sleep(0.2)
     try:
         yield
     finally:
-        found.close()
+        directory.close()
 
 
 def _refuse_foreign(path: Path) -> None:
     """Refuse a directory that holds something else than a store, before it gets a file."""
-    if is_store(path) or (path / PROGRESS).exists():
-        return
-    if others := {p.name for p in path.iterdir()} - {LOCK, f".{PROGRESS}.tmp"}:
+    # Listed once: its owner may be finishing it, which puts one of the two in place of the other.
+    names = {found.name for found in path.iterdir()}
+    if names.isdisjoint({MANIFEST, PROGRESS}) and (others := names - {LOCK, f".{PROGRESS}.tmp"}):
         raise DataError(
             f"{path} is not empty and no store (it has {', '.join(sorted(others)[:3])}): name "
             "another directory"

@@ -10,7 +10,7 @@ import functools
 import json
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -132,11 +132,14 @@ class Preparation:
         return open_store(path)
 
     def _clear(self, path: Path) -> None:
-        """Leave nothing of a text that is refused before one of its shards is finished."""
-        with contextlib.suppress(DataError):
-            if progress_of(path, "key", self.key).get("shards") == []:
-                for name in (PROGRESS, TOKENIZER):
-                    (path / name).unlink(missing_ok=True)
+        """Leave nothing of a text that is refused before one of its shards is finished, but for a
+        tokenizer that was trained: where a network failed, it is needed again."""
+        with contextlib.suppress(DataError, OSError):
+            done = progress_of(path, "key", self.key)
+            if done.get("shards") == [] and self.made_from is None:
+                (path / TOKENIZER).unlink(missing_ok=True)
+                # Last: a directory that has it is ours.
+                (path / PROGRESS).unlink(missing_ok=True)
 
     def _make(self, path: Path) -> None:
         done = progress_of(path, "key", self.key)
@@ -180,13 +183,7 @@ class Preparation:
                 shards.append(_write(path, len(shards), parts))
         named = dict(zip(COUNTS, counts.tolist(), strict=True))
         if not shards:
-            others = len(self.inputs) - 1
-            files = self.inputs[0].path + (f" and {others:,} more" if others else "")
-            odd = ", ".join(odd_documents(named)) or "there is none"
-            raise DataError(
-                f"data.sources: every document of {files} is empty or left out ({odd}): put text "
-                "in one, or leave them out of the sources"
-            )
+            raise _without_text(self.inputs, named)
         manifest = manifest_of(shards, self.tokenizer, named, self.key)
         if self.made_from is not None:
             manifest["made_from"] = self.made_from
@@ -198,11 +195,19 @@ class Preparation:
     ) -> Generator[tuple[int, Tokenized], None, None]:
         """Chunks as ids, in their order, with the bytes that each has as stored."""
         waiting: deque[tuple[int, Future[Tokenized]]] = deque()
+        unreadable: Exception | None = None
         with self._at_work() as (number, submit):
             while True:
-                for chunk in islice(chunks, 2 * number + 1 - len(waiting)):
-                    waiting.append((chunk.stored_bytes, submit(chunk)))
+                try:
+                    for chunk in islice(chunks, 2 * number + 1 - len(waiting)):
+                        waiting.append((chunk.stored_bytes, submit(chunk)))
+                except (
+                    Exception
+                ) as error:  # Told in its turn: what comes before it may be wrong too.
+                    unreadable = error
                 if not waiting:
+                    if unreadable is not None:
+                        raise unreadable
                     return
                 stored_bytes, result = waiting.popleft()
                 yield stored_bytes, result_of(result, self.stopped, progress)
@@ -220,6 +225,16 @@ class Preparation:
             tokenizer = dataclasses.replace(tokenizer, threads=number)
         with Threads(number) as threads, library_in_one_thread():
             yield number, lambda chunk: threads.submit(tokenize, chunk, self.reading, tokenizer)
+
+
+def _without_text(inputs: Sequence[Input], counts: Mapping[str, int]) -> DataError:
+    others = len(inputs) - 1
+    files = inputs[0].path + (f" and {others:,} more" if others else "")
+    odd = ", ".join(odd_documents(counts)) or "there is none"
+    return DataError(
+        f"data.sources: every document of {files} is empty or left out ({odd}): put text in one, "
+        "or leave them out of the sources"
+    )
 
 
 def _write(path: Path, number: int, parts: Sequence[Tokenized]) -> ShardInfo:
@@ -242,12 +257,14 @@ def digest(
     """
     with display("hashing the text", sum(found.size for found in inputs)) as progress:
 
-        def content(found: Input) -> str:
-            content = found.content
-            progress(found.size, 0)
-            return content
+        def hashed() -> list[str]:
+            hashes = []
+            for found in inputs:
+                hashes.append(found.content)
+                progress(found.size, 0)
+            return hashes
 
-        contents = unless_stopped(lambda: [*map(content, inputs)], stopped, progress)
+        contents = unless_stopped(hashed, stopped, progress)
     parts = [
         FORMAT,
         repr((reading.field, reading.errors, *settings)),

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -62,8 +63,14 @@ class SubwordTokenizer(Tokenizer):
     padding. The library would write it another way in another version."""
     name: str = field(default="subwords", compare=False)
     threads: int = field(default=1, compare=False)
-    """For texts of more than `TOGETHER` characters."""
+    """Of this process that give text to the library at a time, whatever calls it. A batch of more
+    than `TOGETHER` characters is tokenized by all of them: one long text would else have one."""
     kind: ClassVar[str] = "subwords"
+    _gate: threading.Semaphore = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Memory is by what the library has at a time.
+        object.__setattr__(self, "_gate", threading.Semaphore(self.threads))
 
     @classmethod
     def of(cls, content: Any, name: str = kind) -> "SubwordTokenizer":
@@ -131,9 +138,10 @@ class SubwordTokenizer(Tokenizer):
 
     def _encode_together(self, texts: list[str]) -> list[np.ndarray]:
         encode = self._parts.library.encode_batch_fast
-        found = self._try(lambda: encode(texts, add_special_tokens=False), texts)
-        # By way of `array`, numpy reads a list of small integers a third faster.
-        return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in found]
+        with self._gate:
+            found = self._try(lambda: encode(texts, add_special_tokens=False), texts)
+            # By way of `array`, numpy reads a list of small integers a third faster.
+            return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in found]
 
     def _try(self, encode: Any, texts: Sequence[str]) -> Any:
         try:
@@ -164,10 +172,10 @@ class SubwordTokenizer(Tokenizer):
 
 
 @functools.lru_cache(2)
-def _read(text: str) -> Parts:
-    """Read once, though it comes from a file and then from the store that was made with it: that
-    takes a tenth of a second."""
-    library = _load(text)
+def _read(content: str) -> Parts:
+    """What `content` says. Kept, since a tokenizer comes from a file, then from the store that was
+    made with it, and reading takes a tenth of a second."""
+    library = _load(content)
     vocab = library.get_vocab(with_added_tokens=True)
     start, end = _template(library, vocab)
     added = library.get_added_tokens_decoder()
@@ -183,11 +191,11 @@ def _read(text: str) -> Parts:
             "post_processor"
         )
     names = {name for name, number in vocab.items() if number in special}
-    content = json.loads(text)
-    cuttable = _is_cuttable(content)
-    falls_back = "ByteFallback" in json.dumps(content.get("decoder"))
-    if _hide(content, names):
-        library = _load(json.dumps(content))
+    parsed = json.loads(content)
+    cuttable = _is_cuttable(parsed)
+    falls_back = "ByteFallback" in json.dumps(parsed.get("decoder"))
+    if _hide(parsed, names):
+        library = _load(json.dumps(parsed))
     library.encode_special_tokens = True
     size = max(vocab.values()) + 1
     special_ids = np.array(sorted(special), int)
@@ -220,14 +228,14 @@ def _pieces(text: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def library_in_one_thread() -> Iterator[None]:
-    """Let the library tokenizers have no threads of its own, which only get in the way of ours."""
+    """Keep the library tokenizers to the thread that calls it: its own would compete with ours."""
     before = os.environ.get(_PARALLELISM)
     os.environ[_PARALLELISM] = "false"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_PARALLELISM]
+            os.environ.pop(_PARALLELISM, None)
         else:
             os.environ[_PARALLELISM] = before
 

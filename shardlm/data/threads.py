@@ -11,10 +11,11 @@ Arguments = ParamSpec("Arguments")
 
 
 class Threads:
-    """So many threads, which do one thing after another.
+    """A pool of daemon threads.
 
-    The end of a process waits for those of `concurrent.futures.ThreadPoolExecutor` and for all that
-    they were given. These end with it, and when they are closed, after what they are doing.
+    A process that ends waits for the threads of `concurrent.futures.ThreadPoolExecutor`, for as
+    long as what they are doing takes. It does not wait for these. Once closed, each of them ends
+    after what it is doing, and nobody waits for that either.
     """
 
     def __init__(self, number: int) -> None:
@@ -29,7 +30,7 @@ class Threads:
         *args: Arguments.args,
         **kwargs: Arguments.kwargs,
     ) -> Future[Result]:
-        """What `work` returns or raises."""
+        """What `work` will return or raise; if the pool is closed before it begins, nothing."""
         found: Future[Result] = Future()
 
         def run() -> None:
@@ -42,7 +43,7 @@ class Threads:
         return found
 
     def close(self) -> None:
-        """Leave what has not begun."""
+        """Begin nothing more; what has not begun never will, and its future stays pending."""
         self._closed = True
         for _ in range(self._number):
             self._waiting.put(None)

@@ -60,7 +60,10 @@ def _sources(found: Description) -> Section:
     )
     return Section(
         "Sources",
-        ("source", "documents", "tokens", "bytes a token, about", "share", "epochs", "tokens read"),
+        (
+            *("source", "documents", "tokens", "bytes per token, about"),
+            *("share", "epochs", "tokens read"),
+        ),
         tuple(
             (
                 visible(s.name),

@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from shardlm.data.shown import Piece, ShownRow, shorten
+from shardlm.data.shown import LINE_FEED, Piece, ShownRow, shorten
 from shardlm.describe.sections import MASK, Bar, Section, row_title
 from shardlm.words import many
 
@@ -80,7 +80,7 @@ def _legend() -> Text:
         *_marked([Piece("so", False), Piece("⟨end⟩", False, "id")]),
         "; ",
         *_marked([Piece("⟨end⟩", True, "id")]),
-        " is a token without text, ↵ a line feed, � a part of a character; ",
+        f" is a token without text, {LINE_FEED} a line feed, � a part of a character; ",
         ("│ the document ends with the segment, ┆ it goes on in another row.", ""),
     )
 

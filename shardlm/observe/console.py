@@ -76,8 +76,8 @@ class Console:
 
 def loss_text(loss: float, bits_per_byte: float | None = None) -> str:
     """A loss with its unit, and in the one that tokenizers can be compared by where it is known."""
-    bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits a byte"
-    return f"{loss:.4f} nats a token{bits}"
+    bits = "" if bits_per_byte is None else f", {bits_per_byte:.4f} bits per byte"
+    return f"{loss:.4f} nats per token{bits}"
 
 
 def duration(seconds: float) -> str:

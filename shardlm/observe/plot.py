@@ -37,7 +37,7 @@ def plot_loss(metrics: str | Path, picture: str | Path, title: str = "") -> bool
     axes.plot(steps, losses, linewidth=1, color="tab:blue", label="training")
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), "o-", color="tab:orange", label="validation")
-    axes.set(xlabel="updates", ylabel="loss (nats a token)")
+    axes.set(xlabel="updates", ylabel="loss (nats per token)")
     axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()

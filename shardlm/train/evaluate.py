@@ -52,8 +52,9 @@ def make_evaluate(engine: Engine, loader: ValidationLoader) -> Evaluate:
 
 
 def bits_per_byte(loss: float, tokenizer: Tokenizer) -> float | None:
-    """The loss in bits a byte, where each token is one: the end of a document stands for its first,
-    which is not predicted. None for other tokenizers, whose bytes nobody has counted."""
+    """The loss in bits per byte, where tokens are bytes: the end of a document, which is predicted,
+    makes up for its first byte, which is not. None for other tokenizers, whose bytes are not
+    counted here."""
     return loss / math.log(2) if isinstance(tokenizer, BytesTokenizer) else None
 
 

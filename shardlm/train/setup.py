@@ -166,13 +166,13 @@ def refuse_changes(before: Config, now: Config, same_text: bool) -> None:
     """Refuse to resume a run as another one.
 
     Args:
-      same_text: the sources hold what they held, wherever they lie.
+      same_text: the sources hold what they held, wherever they lie, in the same tokens.
 
     Raises:
       ConfigError: lists the keys that differ and would change what the run computes.
     """
     sections = tuple(key for key in FREE_TO_CHANGE if key.endswith("."))
-    free = (*FREE_TO_CHANGE, *(("data.sources",) if same_text else ()))
+    free = (*FREE_TO_CHANGE, *(("data.sources", "data.tokenizer") if same_text else ()))
     changed = [
         f"{key}: {old} -> {new}" + (", where the text or its ids differ" * (key == "data.sources"))
         for key, old, new in difference(before, now)

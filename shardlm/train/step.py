@@ -216,7 +216,7 @@ def make_train_step(engine: Engine, buckets: bool = False) -> jax.stages.Wrapped
 
     Batches are flat, or `Buckets`: the one of them that `buckets` says.
 
-    Metrics are scalars but for the last: `loss` (nats a token, mean over the batch's targets; NaN
+    Metrics are scalars but for the last: `loss` (nats per token, mean over the batch's targets; NaN
     if it has none), `grad_norm` (before clipping), `tokens` (with a target, int32), `skipped`
     (updates skipped so far, int32) and `consecutive` (of them, since the last good one), and
     `learning_rate` (of this update; of the next one that is made if this one is skipped). With

@@ -25,13 +25,20 @@ def test_so_many_at_a_time():
 
 def test_closed_they_leave_what_has_not_begun():
     begun, leave = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        leave.wait(60)
+        return threading.current_thread()
+
     with Threads(1) as threads:
-        first = threads.submit(lambda: begun.set() or leave.wait(60))
+        first = threads.submit(wait)
         second = threads.submit(int)
         assert begun.wait(60)
     leave.set()
-    assert first.result(timeout=60)
-    assert not second.running()
+    thread = first.result(timeout=60)
+    thread.join(60)
+    assert not thread.is_alive()
     assert not second.done()
 
 

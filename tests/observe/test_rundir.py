@@ -4,10 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from shardlm.config import Config, ConfigError, RunConfig
+from shardlm.files import Occupied, OwnedDirectory
 from shardlm.observe import RunDirectory, RunDirectoryError
 
 HOLD = (
@@ -101,6 +105,28 @@ def test_a_lock_that_its_owner_removes_keeps_nobody_out_and_lets_one_in(tmp_path
         assert [p.name for p in path.iterdir()] == [".lock"]
         with pytest.raises(RunDirectoryError, match=f"process {os.getpid()} on .* is using"):
             RunDirectory.open(path)
+
+
+def test_starts_at_the_same_moment_do_not_disturb_one_another(tmp_path):
+    """Each makes the directories above its own, and removes them where nothing was made."""
+    at_once = threading.Barrier(4, timeout=60)
+
+    def start(k):
+        found = Counter()
+        for i in range(150):
+            at_once.wait()
+            path = tmp_path / f"{i}" / ("runs", "runs/a", "runs/b", "runs/a")[k]
+            try:
+                OwnedDirectory(path, lambda path=path: list(path.iterdir())).close()
+                found["owned"] += 1
+            except Occupied:
+                found["occupied"] += 1
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        total = sum(pool.map(start, range(4)), Counter())
+    assert total.total() == 4 * 150
+    assert total["owned"] >= 3 * 150
 
 
 def test_a_foreign_directory_is_refused_and_not_touched(tmp_path):

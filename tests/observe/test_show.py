@@ -28,13 +28,13 @@ def test_progress_lines():
     console.evaluation(120, 1.87654, None)
     console.evaluation(120, 1.87654, 2.70728)
     assert stream.getvalue().splitlines() == [
-        "step   1/120  loss 2.3457 nats a token  lr 1.00e-03  12.3k tokens/s",
-        "step  10/120  loss 2.3457 nats a token  lr 1.00e-03  12.3k tokens/s  3m40s left",
-        "step  20/120  loss 2.3457 nats a token  lr 1.00e-03  12.3k tokens/s  3m20s left",
-        "step 120/120  loss 2.3457 nats a token  lr 1.00e-03  12.3k tokens/s  mfu 41.2%  0s left  "
-        "skipped: gradients are not finite",
-        "step 120/120  validation loss 1.8765 nats a token",
-        "step 120/120  validation loss 1.8765 nats a token, 2.7073 bits a byte",
+        "step   1/120  loss 2.3457 nats per token  lr 1.00e-03  12.3k tokens/s",
+        "step  10/120  loss 2.3457 nats per token  lr 1.00e-03  12.3k tokens/s  3m40s left",
+        "step  20/120  loss 2.3457 nats per token  lr 1.00e-03  12.3k tokens/s  3m20s left",
+        "step 120/120  loss 2.3457 nats per token  lr 1.00e-03  12.3k tokens/s  mfu 41.2%  "
+        "0s left  skipped: gradients are not finite",
+        "step 120/120  validation loss 1.8765 nats per token",
+        "step 120/120  validation loss 1.8765 nats per token, 2.7073 bits per byte",
     ]
 
 

@@ -9,6 +9,7 @@ from shardlm import cli
 from shardlm.checkpoint import CheckpointStore
 from shardlm.config import Config, DataConfig, OptimConfig, TrainConfig
 from shardlm.data import load_data
+from shardlm.data.subwords import train_bpe
 from shardlm.observe import RunDirectory, read_metrics
 from shardlm.train.resume import write_config
 from shardlm.train.start import Start
@@ -202,6 +203,21 @@ def test_the_text_may_lie_elsewhere_and_must_be_the_same(runs, finished, text, t
     ):
         assert cli.run(cli.evaluate, wrong) == 2
         assert part in capsys.readouterr().err
+
+
+def test_the_tokenizer_may_lie_elsewhere_and_must_be_the_same(runs, text, tmp_path, capsys):
+    first, moved, other = (tmp_path / name for name in ("a.json", "b.json", "c.json"))
+    for path, vocab in ((first, 262), (other, 258)):
+        path.write_text(train_bpe([text.read_text()], vocab).to_json())
+    run = tmp_path / "run"
+    assert runs.train(run, f"--train.steps 2 --data.tokenizer {first}") == 0
+    first.rename(moved)
+    capsys.readouterr()
+    assert cli.run(cli.evaluate, [str(run), "--mesh.data", "1"]) == 0
+    assert runs.train(run, f"--train.steps 3 --data.tokenizer {moved}") == 0
+    capsys.readouterr()
+    assert runs.train(run, f"--train.steps 4 --data.tokenizer {other}") == 2
+    assert f"data.tokenizer: {moved} -> {other}" in capsys.readouterr().err
 
 
 def test_without_a_checkpoint_another_configuration_is_a_new_run(runs, tmp_path, finished):
