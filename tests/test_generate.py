@@ -50,8 +50,9 @@ def prepared(config, params=None):
     return engine, jax.device_put(params, shardings(engine.abstract["params"]))
 
 
-def on(data, model, replica=1):
-    return dataclasses.replace(CONFIG, mesh=MeshConfig(data=data, model=model, replica=replica))
+def on(data, model, replica=1, context=1):
+    mesh = MeshConfig(data=data, model=model, replica=replica, context=context)
+    return dataclasses.replace(CONFIG, mesh=mesh)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def greedy(one):
     return generate(*one, BYTES, PROMPTS, Sampling(tokens=12, temperature=0))
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (2, 1, 2)])
+@pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (2, 1, 2), (2, 2, 1, 2)])
 def test_greedy_text_is_the_same_on_every_mesh(mesh, one, greedy):
     engine, params = prepared(on(*mesh), jax.device_get(one[1]))
     texts = generate(engine, params, BYTES, PROMPTS, Sampling(tokens=12, temperature=0))

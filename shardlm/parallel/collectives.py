@@ -63,7 +63,9 @@ class Parallel:
     context_comm: str = "ring"
 
     def size(self, axis: str) -> int:
-        """Devices of an axis."""
+        """Devices of an axis that share the work."""
+        if axis == "context" and not self.split_sequence:
+            return 1  # Its devices do the same.
         return self.rules.sizes.get(axis, 1)
 
     def active(self, axes: tuple[str, ...] = AXES) -> tuple[str, ...]:
@@ -78,7 +80,7 @@ class Parallel:
     @property
     def chunks(self) -> np.ndarray:
         """See `shardlm.parallel.sequence.chunks_of`."""
-        return chunks_of(self.size("context") if self.split_sequence else 1, self.context_comm)
+        return chunks_of(self.size("context"), self.context_comm)
 
     def row_part(self, x: Array) -> Array:
         """This device's tokens [B, T/context, ...] of whole rows [B, T, ...]. Nothing travels."""

@@ -31,8 +31,6 @@ def test_sizes():
         ({"data": -2}, 8, r"mesh\.data is -2"),
         ({"stage": 2}, 8, r"mesh\.stage is 2: a size above 1 is not supported yet"),
         ({"expert": 2}, 8, r"mesh\.expert is 2: a size above 1 is not supported yet"),
-        ({"context": 4}, 8, r"mesh\.context is 4: a size above 1 is not supported yet"),
-        ({"context": -1, "data": 8}, 8, r"mesh\.context is -1: a size above 1 is not supported"),
     ],
 )
 def test_refused_sizes(sizes, devices, message):
@@ -77,6 +75,33 @@ def test_what_sizes_must_divide(sizes, train, model, message):
     )
     with pytest.raises(ConfigError, match=message):
         check_sizes(config, dict.fromkeys(AXES, 1) | sizes)
+
+
+@pytest.mark.parametrize(
+    "mesh, model, message",
+    [
+        (
+            {"context_comm": "ulysses"},
+            {},
+            r"model\.kv_heads is 8 and mesh\.context_comm ulysses splits heads over context 8 x "
+            r"model 2: 16 does not divide 8 \(model\.kv_heads 16 would do, or mesh\.context_comm",
+        ),
+        ({}, {"attention": "xla"}, r"attention is xla and mesh\.context 8 with .* ring, which"),
+        (
+            {"context_comm": "gather"},
+            {"attention": "cudnn"},
+            "use auto or blockwise, or .* ulysses",
+        ),
+    ],
+)
+def test_what_context_cannot_do(mesh, model, message):
+    config = Config(
+        mesh=MeshConfig(**mesh),
+        model=dataclasses.replace(MODEL, **model),
+        train=TrainConfig(batch=16),
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(config, dict.fromkeys(AXES, 1) | {"context": 8, "model": 2})
 
 
 def test_a_batch_of_tokens_is_spoken_of_in_tokens():

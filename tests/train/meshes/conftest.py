@@ -28,9 +28,8 @@ class Layout(NamedTuple):
     model: int = 1
     shard_params: str = "all"
     micro_batches: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.replica}x{self.data}x{self.model}-{self.shard_params}-{self.micro_batches}"
+    context: int = 1
+    context_comm: str = "ring"
 
 
 class Lab:
@@ -47,6 +46,8 @@ class Lab:
                 data=layout.data,
                 model=layout.model,
                 shard_params=layout.shard_params,
+                context=layout.context,
+                context_comm=layout.context_comm,
             ),
             model=ModelConfig(
                 layers=3,
@@ -58,7 +59,9 @@ class Lab:
                 vocab=VOCAB,
                 qk_norm=True,
                 dtype=dtype,
-                attention="xla",
+                # A ring attends block by block: here to several.
+                attention="xla" if layout.context == 1 else "blockwise",
+                attention_block=128 if layout.context == 1 else 2,
             ),
             data=DataConfig(length=LENGTH),
             train=TrainConfig(

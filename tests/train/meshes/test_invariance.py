@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 MESHES = [(1, 8, 1), (1, 4, 2), (1, 2, 4), (1, 1, 8)]
-VARIANTS = [(2, 2, 2, "optimizer", 2), (1, 4, 2, "none", 2)]
+VARIANTS = [
+    (2, 2, 2, "optimizer", 2),
+    (1, 4, 2, "none", 2),
+    (1, 2, 1, "all", 2, 4),
+    (1, 1, 2, "optimizer", 1, 4, "ulysses"),
+]
 LONG = [
     (1, 8, 1, "optimizer", 1),
     (1, 8, 1, "none", 1),
@@ -12,6 +17,8 @@ LONG = [
     (8, 1, 1, "all", 1),
     (2, 1, 4, "none", 1),
     (1, 1, 1, "all", 4),
+    (1, 1, 1, "all", 1, 8),
+    (2, 1, 2, "none", 1, 2, "gather"),
 ]
 slow = [pytest.param(layout, marks=pytest.mark.slow) for layout in LONG]
 
