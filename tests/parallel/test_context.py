@@ -136,15 +136,13 @@ def test_sums_of_very_different_size_and_blocks_of_nothing(comm, run):
     assert not found[0][1, 16:].any()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8])
+@pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("comm", FORMS)
 def test_every_token_has_one_device_and_its_place(comm, n):
     sizes = {"context": n, "model": 2}
     length = 2 * row_multiple(sizes, comm)
     par = Parallel(AxisRules(sizes), context_comm=comm)
     devices = np.array(jax.devices()[: 2 * n]).reshape(n, 2)
-    if devices.size < 2 * n:
-        pytest.skip(f"needs {2 * n} devices")
 
     def local(row):
         tokens = par.row_part(row)
