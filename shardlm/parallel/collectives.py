@@ -33,8 +33,10 @@ SEQUENCE = 1
 
 
 def weight_dtype(dtype: jnp.dtype, path: tuple[Any, ...]) -> jnp.dtype:
-    """The dtype in which a weight is used: norm scales in fp32, the others in `dtype`."""
-    return jnp.dtype(jnp.float32) if path[-1].key == "scale" else dtype
+    """The dtype in which a weight is used: norm scales and routers in fp32, the others in
+    `dtype`."""
+    fp32 = path[-1].key == "scale" or any(key.key == "router" for key in path)
+    return jnp.dtype(jnp.float32) if fp32 else dtype
 
 
 @dataclass(frozen=True)

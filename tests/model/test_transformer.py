@@ -158,7 +158,7 @@ class Reference:
 def run_logits(transformer, params, tokens, positions, segments, attention="xla", **options):
     """fp32 logits [B, T, V], and the caches when decoding."""
     model = transformer.model
-    x, head, caches = transformer.hidden(
+    x, head, caches, _ = transformer.hidden(
         params, tokens, positions, segments, ALONE, FLOAT32, attention, **options
     )
     flat = x.reshape(-1, x.shape[-1])
@@ -250,7 +250,7 @@ def test_a_model_of_the_successor_has_no_loss(quick_jit):
     @quick_jit
     def mean_loss(params, tokens, targets):
         ones = jnp.ones_like(tokens)
-        x, head, _ = transformer.hidden(params, tokens, ones, ones, ALONE, FLOAT32)
+        x, head, *_ = transformer.hidden(params, tokens, ones, ones, ALONE, FLOAT32)
         loss = next_token_loss(x[0], head, targets, LossRules(v), ALONE)
         return loss.nll / loss.tokens
 
