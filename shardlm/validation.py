@@ -171,6 +171,12 @@ def _validate_model(model: ModelConfig) -> None:
             f"model.moe.top_k is {moe.top_k} and model.moe.experts {moe.experts}: a token cannot "
             f"go to more experts than there are; top_k {moe.experts} would do"
         )
+    if moe.experts and moe.top_k == 1 and moe.normalize:
+        raise ConfigError(
+            "model.moe.top_k is 1 and model.moe.normalize true: the weight of the one expert is "
+            "then always 1, and its router learns nothing from the loss; set model.moe.normalize "
+            "false"
+        )
     if moe.experts and model.bias:
         raise ConfigError(
             f"model.bias is true and model.moe.experts {moe.experts}: experts have no biases; set "

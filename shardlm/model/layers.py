@@ -258,7 +258,7 @@ def add_bias_once(linear: Linear, x: Array, par: Parallel) -> Array:
 
 
 @jax.custom_vjp
-def swiglu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+def swiglu(gate: Float[Array, "*B F"], up: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
     """silu(gate) · up (Shazeer, arXiv 2002.05202).
 
     The derivative is written out so that the two operands are all that the backward pass keeps.

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlm.config import Config, ConfigError
 from shardlm.mesh import AxisRules
+from shardlm.mesh.axes import batch_ways
 from shardlm.model.transformer import Transformer
 from shardlm.parallel.collectives import weight_dtype
 
@@ -95,6 +96,10 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     - `data`, all: k·(2b + 4)Ψ in the layers, weights gathered forward and backward, gradients
       scattered; (b + 4k)Ψ outside (embedding, final norm, head), where one gather does for all.
     - `replica`: 2·4 times what a device stores, an all-reduce of the gradients.
+    - `expert`: the same of what it does not split, and k·4·layers·(tokens of a device's
+      micro-batch)·top_k·embed·b, tokens to their experts and back, forward and backward, by
+      all-to-all with nothing to spare. A capacity factor sends so many times that, no limit
+      N/top_k times (see `shardlm.parallel.experts`).
     - `model`: k·(8·layers + 4)·(tokens of a device's micro-batch)·embed·b: a layer has 4
       all-gathers and 4 reduce-scatters (Korthikanti et al., arXiv 2205.05198), the split
       embedding and head together 2 and 2. Without recomputation (`train.remat: none`). The
@@ -119,13 +124,15 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     rules = AxisRules.for_model(sizes, model, config.mesh.shard_params)
     transformer = Transformer(model, config.data.length)
     micro_batches = config.micro_batches
-    size = {axis: sizes.get(axis, 1) for axis in ("replica", "data", "model")}
-    data = replica = 0.0
+    size = {axis: sizes.get(axis, 1) for axis in ("replica", "data", "expert", "model")}
+    data = replica = expert = 0.0
     leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract())
     dims = jax.tree.leaves(transformer.dims, is_leaf=lambda x: isinstance(x, tuple))
     for (path, leaf), names in zip(leaves, dims, strict=True):
         axes = [a for dim, n in zip(names, leaf.shape, strict=True) for a in rules.axes(dim, n)]
-        count = math.prod(leaf.shape) / (size["model"] if "model" in axes else 1)
+        count = math.prod(leaf.shape) / math.prod(
+            size[axis] for axis in ("expert", "model") if axis in axes
+        )
         weight = weight_dtype(dtype, path).itemsize
         if "data" not in axes:
             data += 8 * count
@@ -134,10 +141,18 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
         else:
             gathers = 2 * micro_batches if path[0].key == "layers" else 1
             data += (gathers * weight + 4 * micro_batches) * count
-        replica += 8 * count / (size["data"] if "data" in axes else 1)
-    tokens = config.micro_batch * config.data.length / (size["replica"] * size["data"])
+        stored = count / (size["data"] if "data" in axes else 1)
+        replica += 8 * stored
+        expert += 0 if "expert" in axes else 8 * stored
+    tokens = config.micro_batch * config.data.length / batch_ways(size)
     activations = micro_batches * tokens * model.embed * dtype.itemsize
-    whole = {"replica": replica, "data": data, "model": (8 * model.layers + 4) * activations}
+    expert += 4 * model.layers * model.moe.top_k * activations
+    whole = {
+        "replica": replica,
+        "data": data,
+        "expert": expert,
+        "model": (8 * model.layers + 4) * activations,
+    }
     return {axis: _ring(n) * whole[axis] for axis, n in size.items() if n > 1}
 
 
