@@ -130,12 +130,14 @@ def report(
 
 
 class Matrices(nnx.Module):
-    """A matrix an expert."""
+    """A matrix an expert. Its initial values depend on the key and on its number."""
 
     def __init__(
         self, shape: tuple[int, ...], dims: tuple[str, ...], std: float, rngs: nnx.Rngs
     ) -> None:
-        self.kernel = nnx.Param(normal(rngs.params(), shape, std, contract=2), dims=dims)
+        keys = jax.vmap(partial(jax.random.fold_in, rngs.params()))(jnp.arange(shape[0]))
+        values = jax.vmap(lambda key: normal(key, shape[1:], std))(keys)
+        self.kernel = nnx.Param(values, dims=dims)
 
 
 class Experts(nnx.Module):

@@ -27,8 +27,8 @@ B, T, D, E = 3, 11, 6, 5
 BASE = ModelConfig(layers=2, embed=D, heads=2, mlp=7, vocab=13)
 MIXTURES = {
     "softmax": MoeConfig(E, balance_loss=0.3, z_loss=0.2),
-    "softmax, 3 not normalized, within 1.1": MoeConfig(
-        E, 3, capacity_factor=1.1, normalize=False, balance_loss=0.3
+    "softmax, 3 not normalized, within .9": MoeConfig(
+        E, 3, capacity_factor=0.9, normalize=False, balance_loss=0.3
     ),
     "sigmoid, biased, 2 shared": MoeConfig(
         E, gating="sigmoid", shared_experts=2, balance_loss=0.5, z_loss=0.1, bias_rate=0.1

@@ -16,8 +16,10 @@ from shardlm.train.step import Engine, batch_sharding, make_train_step
 
 BATCH, LENGTH, VOCAB = 16, 19, 67
 
-# Half the time of a compilation goes into machine code that a test runs a few times.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+# Most of a compilation goes into machine code that a test runs a few times.
+QUICK_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    QUICK_COMPILE["xla_cpu_use_fusion_emitters"] = False
 
 
 class Layout(NamedTuple):
@@ -28,15 +30,18 @@ class Layout(NamedTuple):
     model: int = 1
     shard_params: str = "all"
     micro_batches: int = 1
+    expert: int = 1
 
     def __str__(self) -> str:
-        return f"{self.replica}x{self.data}x{self.model}-{self.shard_params}-{self.micro_batches}"
+        sizes = f"{self.replica}x{self.data}x{self.expert}x{self.model}"
+        return f"{sizes}-{self.shard_params}-{self.micro_batches}"
 
 
 class Lab:
     """Engines, compiled steps and recorded runs, each made once in a process."""
 
     Layout = Layout
+    quick_compile = QUICK_COMPILE
 
     @staticmethod
     def config(layout: Layout = Layout(), optim: str = "sgd", dtype: str = "float32") -> Config:
@@ -45,6 +50,7 @@ class Lab:
             mesh=MeshConfig(
                 replica=layout.replica,
                 data=layout.data,
+                expert=layout.expert,
                 model=layout.model,
                 shard_params=layout.shard_params,
             ),
