@@ -186,15 +186,8 @@ def test_auxiliary_losses_do_not_depend_on_how(auxiliary, how):
     assert_same(auxiliary(**how), auxiliary())
 
 
-def test_what_experts_cannot_be_split_by_is_refused(lab):
-    config = config_of(lab, "dropless", expert=3)
-    train = dataclasses.replace(config.train, batch=48, micro_batch=48)
-    with pytest.raises(
-        ConfigError, match=r"moe\.experts is 8 and mesh\.expert is 3: .*mesh\.expert 2\)"
-    ):
-        build_mesh(dataclasses.replace(config, train=train))
-    with pytest.raises(ConfigError, match=r"expert is 2 and model\.moe\.experts 0: there is no"):
-        build_mesh(lab.config(lab.Layout(expert=2)))
+def test_dynamic_balance_is_refused(lab):
+    """Devices that make other numbers of micro-batches would wait for each other's tokens."""
     config = config_of(lab, "dropless", expert=2, shard_params="none")
     with pytest.raises(ConfigError, match=r"data\.balance is dynamic and mesh\.expert 2"):
         build_mesh(
