@@ -38,7 +38,8 @@ class MeshConfig:
     """Sizes of the mesh axes. One may be -1: whatever the devices leave.
 
     `data` splits the examples and, by `shard_params`, the training state. `model` splits heads,
-    hidden units and vocabulary. `replica` holds whole copies.
+    hidden units and vocabulary. `expert` splits the experts of mixture layers, and outside them the
+    examples. `replica` holds whole copies.
     """
 
     replica: int = 1
@@ -48,7 +49,7 @@ class MeshConfig:
     data: int = -1
     """Splits the examples and, by `shard_params`, the training state."""
     expert: int = 1
-    """Splits the experts of mixture layers (a size above 1 is not supported yet)."""
+    """Splits the experts of mixture layers, and outside them the examples."""
     context: int = 1
     """Splits one sequence."""
     model: int = 1
@@ -83,6 +84,34 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class MoeConfig:
+    """Mixture of experts (Shazeer et al., arXiv 1701.06538): the feed-forward part of every layer
+    is `experts` of them, each of `model.mlp` hidden units, and a token goes through `top_k`."""
+
+    experts: int = 0
+    """Experts of a layer (E); 0: one feed-forward part for all tokens."""
+    top_k: int = 2
+    """Experts that a token goes to."""
+    capacity_factor: float = 0.0
+    """Most tokens of a row that an expert takes, as a multiple of its even share (tokens · top_k /
+    experts); those that come later in the row go without it. 0: no limit, nothing is dropped."""
+    gating: Literal["softmax", "sigmoid"] = "softmax"
+    """Weights of the experts from the router's logits: softmax over all experts, or the sigmoid of
+    each."""
+    normalize: bool = True
+    """Divide the weights of the chosen experts by their sum."""
+    shared_experts: int = 0
+    """Experts that every token goes through besides, as one of so many times the hidden units."""
+    balance_loss: float = 0.01
+    """Coefficient of the load-balancing loss (arXiv 2101.03961), of each row and layer."""
+    z_loss: float = 0.0
+    """Coefficient of the router's squared log normaliser (arXiv 2202.08906), in each layer."""
+    bias_rate: float = 0.0
+    """Change, in every update, of a bias that leads tokens from busy experts to idle ones
+    (arXiv 2408.15664); 0: no bias."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer."""
 
@@ -97,7 +126,9 @@ class ModelConfig:
     head_dim: int | None = None
     """Width of a head (K); default: embed / heads."""
     mlp: int = 688
-    """Hidden units of the feed-forward part (F)."""
+    """Hidden units of the feed-forward part, or of each expert (F)."""
+    moe: MoeConfig = MoeConfig()
+    """A mixture of experts in place of the feed-forward part."""
     vocab: int | None = None
     """Tokens (V); default: what the tokenizer has. Stored padded; padding is never predicted."""
     norm: Literal["rms", "layer"] = "rms"

@@ -89,6 +89,13 @@ _LEAST: dict[str, float] = {
     "model.kv_heads": 1,
     "model.head_dim": 1,
     "model.mlp": 1,
+    "model.moe.experts": 0,
+    "model.moe.top_k": 1,
+    "model.moe.capacity_factor": 0,
+    "model.moe.shared_experts": 0,
+    "model.moe.balance_loss": 0,
+    "model.moe.z_loss": 0,
+    "model.moe.bias_rate": 0,
     "model.vocab": 2,
     "model.norm_eps": 0,
     "model.rope.factor": 1,
@@ -157,6 +164,23 @@ def _validate_model(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.windows is {list(model.windows)}: it must name at least one window, in tokens, "
             "with 0 for no limit"
+        )
+    moe = model.moe
+    if moe.experts and moe.top_k > moe.experts:
+        raise ConfigError(
+            f"model.moe.top_k is {moe.top_k} and model.moe.experts {moe.experts}: a token cannot "
+            f"go to more experts than there are; top_k {moe.experts} would do"
+        )
+    if moe.experts and moe.top_k == 1 and moe.normalize:
+        raise ConfigError(
+            "model.moe.top_k is 1 and model.moe.normalize true: the weight of the one expert is "
+            "then always 1, and its router learns nothing from the loss; set model.moe.normalize "
+            "false"
+        )
+    if moe.experts and model.bias:
+        raise ConfigError(
+            f"model.bias is true and model.moe.experts {moe.experts}: experts have no biases; set "
+            "model.bias false"
         )
     rope = model.rope
     if rope.theta <= 1:

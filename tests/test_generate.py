@@ -105,7 +105,7 @@ def test_greedy_tokens_are_those_of_a_model_without_a_cache(one, monkeypatch):
     @jax.jit
     def likeliest(params, tokens):
         positions = jnp.arange(tokens.shape[1])[None]
-        x, head, _ = engine.transformer.hidden(
+        x, head, *_ = engine.transformer.hidden(
             params, tokens, positions, jnp.ones_like(tokens), par, engine.dtype
         )
         model = engine.config.model

@@ -25,6 +25,7 @@ PARAMETERS = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,
     "qwen3_8b": 8_190_735_360,
+    "mixtral_8x7b": 46_702_792_704,
 }
 
 
@@ -64,7 +65,14 @@ def test_published_models(name):
 
 
 @pytest.mark.parametrize(
-    "name, data, model", [("llama3_8b", 64, 1), ("llama3_8b", 16, 4), ("llama3_70b", 32, 8)]
+    "name, data, expert, model",
+    [
+        ("llama3_8b", 64, 1, 1),
+        ("llama3_8b", 16, 1, 4),
+        ("llama3_70b", 32, 1, 8),
+        ("mixtral_8x7b", 16, 8, 2),
+    ],
 )
-def test_meshes_for_large_models(name, data, model):
-    check_sizes(recipe(name), dict.fromkeys(AXES, 1) | {"data": data, "model": model})
+def test_meshes_for_large_models(name, data, expert, model):
+    sizes = dict.fromkeys(AXES, 1) | {"data": data, "expert": expert, "model": model}
+    check_sizes(recipe(name), sizes)

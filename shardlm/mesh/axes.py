@@ -10,13 +10,13 @@ from shardlm.words import many
 AXES = ("replica", "stage", "data", "expert", "context", "model")
 """Names of the mesh axes, slowest link first."""
 
-BATCH_AXES = ("replica", "data")
+BATCH_AXES = ("replica", "data", "expert")
 """Axes that split the examples of a batch."""
 
 TOKEN_AXES = (*BATCH_AXES, "context")
 """Axes that split its tokens."""
 
-UNSUPPORTED = ("stage", "expert")
+UNSUPPORTED = ("stage",)
 """Axes whose size must still be 1."""
 
 
@@ -72,7 +72,7 @@ def check_axes(mesh: MeshConfig) -> dict[str, int]:
         if sizes[axis] != 1:
             raise ConfigError(
                 f"mesh.{axis} is {sizes[axis]}: a size above 1 is not supported yet on this axis; "
-                "use replica, data, context and model"
+                "use replica, data, expert, context and model"
             )
     return sizes
 
@@ -106,6 +106,12 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
             "for all devices, so that none can make more of them than another: set "
             "mesh.shard_params optimizer or none, or data.balance work"
         )
+    if config.data.balance == "dynamic" and sizes["expert"] > 1:
+        raise ConfigError(
+            f"data.balance is dynamic and mesh.expert {sizes['expert']}, over which tokens travel "
+            "in every micro-batch, so that no device can make more of them than another: set "
+            "data.balance work, or mesh.expert 1"
+        )
     check_model(config.model, sizes, config.mesh.shard_params)
     if sizes["context"] > 1:
         _check_context(config, sizes)
@@ -134,7 +140,13 @@ def _check_context(config: Config, sizes: Mapping[str, int]) -> None:
 
 def check_model(model: ModelConfig, sizes: Mapping[str, int], shard_params: str) -> None:
     """Check that the model divides over the axes; raises as `check_sizes` does."""
+    if sizes["expert"] > 1 and not model.moe.experts:
+        raise ConfigError(
+            f"mesh.expert is {sizes['expert']} and model.moe.experts 0: there is no expert to "
+            f"split; use mesh.data {sizes['expert']}, or set model.moe.experts"
+        )
     split = [
+        ("model.moe.experts", model.moe.experts, "expert"),
         ("model.heads", model.heads, "model"),
         ("model.kv_heads", model.kv, "model"),
         ("model.mlp", model.mlp, "model"),

@@ -19,6 +19,9 @@ DIMS: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("model",),
     "head_dim": (),
     "mlp": ("model",),
+    "experts": ("expert",),
+    # Experts as the router's outputs, which every token needs all of.
+    "router": (),
     "vocab": ("model",),
     # The dims of biases and scales, where there is no `embed` to take the data axis.
     "head_dim_vector": ("data",),

@@ -4,10 +4,14 @@ from shardlm.config import ModelConfig
 
 
 def matrix_parameters(model: ModelConfig) -> int:
-    """Parameters that multiply every token: all matrices and the output head, tied or not, but
-    not the embedding look-up, norms or biases."""
+    """Parameters that multiply a token: all matrices and the output head, tied or not, but not the
+    embedding look-up, norms or biases. Of a mixture: the router, the experts that a token goes to,
+    and the shared ones."""
     attention = 2 * model.embed * model.k_dim * (model.heads + model.kv)
     mlp = (3 if model.gated else 2) * model.embed * model.mlp
+    moe = model.moe
+    if moe.experts:
+        mlp = (moe.top_k + moe.shared_experts) * mlp + model.embed * moe.experts
     return model.layers * (attention + mlp) + model.embed * model.vocab_size
 
 

@@ -8,8 +8,9 @@ Shapes: B batch, T length (of the whole row), D embed, H heads, G kv_heads, K he
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,15 @@ class Cache(NamedTuple):
 
     k: Array  # [B, S, G, K]
     v: Array
+
+
+class Routing(NamedTuple):
+    """What a mixture layer reports of this device's rows; equal on the devices of `model`."""
+
+    losses: Array  # [B] fp32, the auxiliary losses of each row, with their coefficients
+    load: Array  # [E] int32, tokens that chose each expert
+    dropped: Array  # int32, of those choices, what did not fit
+    entropy: Array  # fp32, of the experts' chances in nats, summed over tokens
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,11 @@ class Context:
     """[B, S] when decoding into a cache."""
     start: Array | int = 0
     """Index of the first query among the keys, when decoding."""
+
+    @property
+    def decoding(self) -> bool:
+        """Whether keys and values come from a cache."""
+        return self.kv_segments is not None
 
 
 def normal(key: Array, shape: tuple[int, ...], std: float, contract: int = 1) -> Array:
@@ -245,7 +260,7 @@ def add_bias_once(linear: Linear, x: Array, par: Parallel) -> Array:
 
 
 @jax.custom_vjp
-def swiglu(gate: Float[Array, "B T F"], up: Float[Array, "B T F"]) -> Float[Array, "B T F"]:
+def swiglu(gate: Float[Array, "*B F"], up: Float[Array, "*B F"]) -> Float[Array, "*B F"]:
     """silu(gate) · up (Shazeer, arXiv 2002.05202).
 
     The derivative is written out so that the two operands are all that the backward pass keeps.
@@ -267,6 +282,13 @@ def _swiglu_backward(saved: tuple[Array, Array], g: Array) -> tuple[Array, Array
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
+def activate(kind: str, up: Array, gate: Array | None) -> Array:
+    """The activation of hidden units, `kind` as in `ModelConfig.activation`."""
+    if gate is not None:
+        return swiglu(gate, up) if kind == "swiglu" else up * jax.nn.gelu(gate)
+    return jax.nn.gelu(up) if kind == "gelu" else jnp.square(jax.nn.relu(up))
+
+
 class Mlp(nnx.Module):
     """The feed-forward part."""
 
@@ -281,17 +303,15 @@ class Mlp(nnx.Module):
             (f, d), ("mlp", "embed"), 1, output_std(model), ("embed",) if model.bias else None, rngs
         )
 
-    def __call__(self, x: Array, ctx: Context) -> Array:
-        x = ctx.par.gather_sequence(x)
-        y = self.up(x)
-        if self.gate is not None:
-            gate = self.gate(x)
-            y = swiglu(gate, y) if self.activation == "swiglu" else y * jax.nn.gelu(gate)
-        elif self.activation == "gelu":
-            y = jax.nn.gelu(y)
-        else:
-            y = jnp.square(jax.nn.relu(y))
-        return add_bias_once(self.down, y, ctx.par)
+    def __call__(self, x: Array, ctx: Context) -> tuple[Array, None]:
+        return add_bias_once(self.down, self._hidden(ctx.par.gather_sequence(x)), ctx.par), None
+
+    def partial(self, x: Array) -> Array:
+        """This device's part of the sum over `model`, without a bias, of x that is whole."""
+        return project(self._hidden(x), self.down.kernel[...])
+
+    def _hidden(self, x: Array) -> Array:
+        return activate(self.activation, self.up(x), None if self.gate is None else self.gate(x))
 
 
 def output_std(model: ModelConfig) -> float:
@@ -300,9 +320,12 @@ def output_std(model: ModelConfig) -> float:
 
 
 class Layer(nnx.Module):
-    """Attention and feed-forward, each normed first and added to x (pre-norm)."""
+    """Attention and feed-forward (`Mlp`, or a mixture), each normed first and added to x
+    (pre-norm)."""
 
-    def __init__(self, model: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, model: ModelConfig, rngs: nnx.Rngs, feed_forward: Callable[..., Any] = Mlp
+    ) -> None:
         def norm() -> Norm:
             return Norm(model.embed, "embed", model.norm, model.norm_eps, model.bias)
 
@@ -310,14 +333,15 @@ class Layer(nnx.Module):
         self.attn_norm = norm()
         self.attn = Attention(model, rngs)
         self.mlp_norm = norm()
-        self.mlp = Mlp(model, rngs)
+        self.mlp = feed_forward(model, rngs)
 
     def __call__(
         self, x: Array, ctx: Context, layer: Array, window: int, cache: Cache | None
-    ) -> tuple[Array, Cache | None]:
+    ) -> tuple[Array, Cache | None, Routing | None]:
         y, cache = self.attn(self.attn_norm(x), ctx, window, cache)
         x = x + self._drop(y, ctx, layer, 0)
-        return x + self._drop(self.mlp(self.mlp_norm(x), ctx), ctx, layer, 1), cache
+        y, routing = self.mlp(self.mlp_norm(x), ctx)
+        return x + self._drop(y, ctx, layer, 1), cache, routing
 
     def _drop(self, y: Array, ctx: Context, layer: Array, branch: int) -> Array:
         if ctx.dropout_key is None:

@@ -14,7 +14,18 @@ from jax import Array
 from jaxtyping import Float, Int
 
 from shardlm.config import ModelConfig
-from shardlm.model.layers import Cache, Context, Layer, Norm, dropout, normal, rope_table
+from shardlm.model.layers import (
+    Cache,
+    Context,
+    Layer,
+    Mlp,
+    Norm,
+    Routing,
+    dropout,
+    normal,
+    rope_table,
+)
+from shardlm.model.moe import Moe
 from shardlm.parallel.collectives import Parallel, regather
 
 Params = dict[str, Any]
@@ -83,7 +94,7 @@ class Transformer:
         self.length = length
         parts = {
             "embed": lambda rngs: Embed(model, length, rngs),
-            "layers": lambda rngs: Layer(model, rngs),
+            "layers": lambda rngs: Layer(model, rngs, Moe if model.moe.experts else Mlp),
             "final_norm": lambda _: Norm(
                 model.embed, "embed", model.norm, model.norm_eps, model.bias
             ),
@@ -164,7 +175,7 @@ class Transformer:
         caches: Cache | None = None,
         kv_segments: Int[Array, "B S"] | None = None,
         start: Int[Array, ""] | int = 0,
-    ) -> tuple[Float[Array, "B t D"], Float[Array, "D V"], Cache | None]:
+    ) -> tuple[Float[Array, "B t D"], Float[Array, "D V"], Cache | None, Routing | None]:
         """Final hidden states and the head that turns them into logits.
 
         Args:
@@ -181,7 +192,8 @@ class Transformer:
             `kv_segments` and the index `start` of the first token.
 
         Returns:
-          The states (whole over `model`), the head, and the new caches.
+          The states (whole over `model`), the head, the new caches, and of mixtures what each
+          layer reports, with a leading L.
         """
         model = self.model
         embed = self._module("embed", params["embed"], par, dtype)
@@ -194,16 +206,17 @@ class Transformer:
         )
         if dropout_key is not None:
             x = dropout(x, model.dropout, jax.random.fold_in(dropout_key, 0), ctx)
-        x, caches = self._layers(params["layers"], x, ctx, remat, caches)
+        x, caches, routing = self._layers(params["layers"], x, ctx, remat, caches)
         norm = self._module("final_norm", params["final_norm"], par, dtype)
         x = par.gather_sequence(norm(x))
         if model.tied:
-            return x, embed.table[...].T, caches
-        return x, self._module("head", params["head"], par, dtype).kernel[...], caches
+            return x, embed.table[...].T, caches, routing
+        head = self._module("head", params["head"], par, dtype)
+        return x, head.kernel[...], caches, routing
 
     def _layers(
         self, params: Params, x: Array, ctx: Context, remat: str, caches: Cache | None
-    ) -> tuple[Array, Cache | None]:
+    ) -> tuple[Array, Cache | None, Routing | None]:
         """Run the stacked layers by a scan over repetitions of the window pattern."""
         layers, pattern = self.model.layers, self.model.windows
         repeats, rest = divmod(layers, len(pattern))
@@ -211,7 +224,7 @@ class Transformer:
 
         def run(
             window: int, x: Array, params: Params, index: Array, cache: Cache | None
-        ) -> tuple[Array, Cache | None]:
+        ) -> tuple[Array, Cache | None, Routing | None]:
             layer = self._module("layers", params, ctx.par, ctx.dtype)
             return layer(x, ctx, index, window, cache)
 
@@ -233,8 +246,8 @@ class Transformer:
             out = []
             for j, window in enumerate(pattern):
                 at = partial(jax.tree.map, lambda a, j=j: a[j])
-                x, c = scanned(window, x, at(params), index[j], at(cache))
-                out.append(c)
+                x, *other = scanned(window, x, at(params), index[j], at(cache))
+                out.append(other)
             return x, jax.tree.map(lambda *c: jnp.stack(c), *out)
 
         everything = (params, jnp.arange(layers), caches)
@@ -247,11 +260,11 @@ class Transformer:
         tail = []
         for j in range(rest):
             at = partial(jax.tree.map, lambda a, i=n + j: a[i])
-            x, c = alone(pattern[j], x, *at(everything))
-            tail.append(c)
-        if caches is not None and tail:
+            x, *other = alone(pattern[j], x, *at(everything))
+            tail.append(other)
+        if tail:
             new = jax.tree.map(lambda a, *c: jnp.concatenate([a, jnp.stack(c)]), new, *tail)
-        return x, new
+        return x, *new
 
 
 def _is_param(x: Any) -> bool:

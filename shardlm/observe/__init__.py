@@ -6,6 +6,7 @@ Imports no jax: a directory that cannot be used is refused at once.
 from shardlm.observe.console import Console
 from shardlm.observe.device import memory_limit, mfu, peak_flops, peak_memory
 from shardlm.observe.metrics import (
+    MIXTURE_METRICS,
     DelayedMetrics,
     Fetched,
     MetricsError,
@@ -18,6 +19,7 @@ from shardlm.observe.progress import Progress
 from shardlm.observe.rundir import RunDirectory, RunDirectoryError
 
 __all__ = [
+    "MIXTURE_METRICS",
     "Console",
     "DelayedMetrics",
     "Fetched",

@@ -19,6 +19,12 @@ class MetricsError(ValueError):
     """A metrics file that cannot be continued or read: file, line and what is wrong there."""
 
 
+MIXTURE_METRICS = ("dropped", "expert_load", "router_entropy")
+"""Of the layers with experts: the share of choices dropped for want of capacity; the load of the
+busiest expert over the mean, in the layer where that is most; the mean entropy of the router, in
+nats."""
+
+
 def update_record(
     *,
     step: int,
@@ -37,6 +43,7 @@ def update_record(
     device_seconds: Sequence[float] | None,
     device_speeds: Sequence[float] | None,
     skipped: bool,
+    mixture: Mapping[str, float],
 ) -> dict[str, Any]:
     """The line of one update.
 
@@ -59,6 +66,7 @@ def update_record(
         where that is not measured.
       device_speeds: by which the update was dealt to them, of mean 1; None likewise.
       skipped: whether the update was left out: a gradient was not finite, or no row had a target.
+      mixture: of mixtures of experts, a value for each of `MIXTURE_METRICS`.
     """
     return {
         "step": int(step),
@@ -77,6 +85,7 @@ def update_record(
         "device_seconds": None if device_seconds is None else list(device_seconds),
         "device_speeds": None if device_speeds is None else list(device_speeds),
         "skipped": int(skipped),
+        **{key: float(value) for key, value in mixture.items()},
     }
 
 

@@ -39,8 +39,10 @@ SEQUENCE = 1
 
 
 def weight_dtype(dtype: jnp.dtype, path: tuple[Any, ...]) -> jnp.dtype:
-    """The dtype in which a weight is used: norm scales in fp32, the others in `dtype`."""
-    return jnp.dtype(jnp.float32) if path[-1].key == "scale" else dtype
+    """The dtype in which a weight is used: norm scales and routers in fp32, the others in
+    `dtype`."""
+    fp32 = path[-1].key == "scale" or any(key.key == "router" for key in path)
+    return jnp.dtype(jnp.float32) if fp32 else dtype
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,20 @@ class Parallel:
     def gather_context(self, tree: Any) -> Any:
         """What all devices of `context` have, in their order along a new first dim."""
         return jax.tree.map(lambda x: jax.lax.all_gather(x, "context"), tree)
+
+    def sum_context(self, x: Array) -> Array:
+        """Sum over `context`, on which the result no longer varies."""
+        return jax.lax.psum(x, "context") if self.size("context") > 1 else x
+
+    def sum_earlier(self, x: Array) -> Array:
+        """Of counts [B, C, ...], one for each chunk of this device, the sums over the chunks that
+        come before them in the row."""
+        mine, order = self.chunks, np.argsort(self.chunks, axis=None)
+        if len(mine) == 1:
+            return jnp.cumsum(x, 1) - x
+        parts = jnp.moveaxis(self.gather_context(x), 0, 1)
+        parts = parts.reshape(x.shape[0], -1, *x.shape[2:])[:, order]
+        return (jnp.cumsum(parts, 1) - parts)[:, jnp.asarray(mine)[self.index("context")]]
 
     def scatter_context(self, tree: Any) -> Any:
         """This device's part, along the first dim, of the sum over `context`."""

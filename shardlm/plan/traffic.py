@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlm.config import Config, ConfigError
 from shardlm.mesh import AxisRules
+from shardlm.mesh.axes import AXES, batch_ways
 from shardlm.model.transformer import Transformer
 from shardlm.parallel.collectives import weight_dtype
 
@@ -95,7 +96,11 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     - `data`, all: k·(2b + 4)Ψ in the layers, weights gathered forward and backward, gradients
       scattered; (b + 4k)Ψ outside (embedding, final norm, head), where one gather does for all.
     - `replica`: 2·4 times what a device stores, an all-reduce of the gradients.
-    - `context`: the same, and in each layer and micro-batch, of t tokens of a device's rows and
+    - `expert`: the same of what it does not split, and k·4·layers·(tokens of a device's
+      micro-batch)·top_k·embed·b, tokens to their experts and back, forward and backward, by
+      all-to-all with nothing to spare. A capacity factor sends so many times that, no limit
+      N/top_k times (see `shardlm.parallel.experts`).
+    - `context`: as `replica`, and in each layer and micro-batch, of t tokens of a device's rows and
       heads of together h (queries) and g (keys) numbers, ring and gather: keys and values twice
       and their gradients in fp32, (4b + 8)·t·g; ulysses: queries, keys, values and results, forward
       and backward, 4b·(h + g)·t/N.
@@ -123,13 +128,15 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     rules = AxisRules.for_model(sizes, model, config.mesh.shard_params)
     transformer = Transformer(model, config.data.length)
     micro_batches = config.micro_batches
-    size = {axis: sizes.get(axis, 1) for axis in ("replica", "data", "context", "model")}
-    data = replica = 0.0
+    size = {axis: sizes.get(axis, 1) for axis in AXES if axis != "stage"}
+    data = replica = expert = 0.0
     leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract())
     dims = jax.tree.leaves(transformer.dims, is_leaf=lambda x: isinstance(x, tuple))
     for (path, leaf), names in zip(leaves, dims, strict=True):
         axes = [a for dim, n in zip(names, leaf.shape, strict=True) for a in rules.axes(dim, n)]
-        count = math.prod(leaf.shape) / (size["model"] if "model" in axes else 1)
+        count = math.prod(leaf.shape) / math.prod(
+            size[axis] for axis in ("expert", "model") if axis in axes
+        )
         weight = weight_dtype(dtype, path).itemsize
         if "data" not in axes:
             data += 8 * count
@@ -138,17 +145,21 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
         else:
             gathers = 2 * micro_batches if path[0].key == "layers" else 1
             data += (gathers * weight + 4 * micro_batches) * count
-        replica += 8 * count / (size["data"] if "data" in axes else 1)
-    tokens = config.micro_batch * config.data.length / (size["replica"] * size["data"])
+        stored = count / (size["data"] if "data" in axes else 1)
+        replica += 8 * stored
+        expert += 0 if "expert" in axes else 8 * stored
+    tokens = config.micro_batch * config.data.length / batch_ways(size)
     heads, kv = (n * model.k_dim / size["model"] for n in (model.heads, model.kv))
     if config.mesh.context_comm == "ulysses":
         attention = 4 * dtype.itemsize * (heads + kv) / size["context"]
     else:
         attention = (4 * dtype.itemsize + 8) * kv
     activations = micro_batches * tokens / size["context"] * model.embed * dtype.itemsize
+    expert += 4 * model.layers * model.moe.top_k * activations
     whole = {
         "replica": replica,
         "data": data,
+        "expert": expert,
         # Gradients of what a device stores, as over `replica`.
         "context": replica + micro_batches * model.layers * tokens * attention,
         "model": (8 * model.layers + 4) * activations,

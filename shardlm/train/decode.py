@@ -91,13 +91,15 @@ def _decode(engine: Engine, sampling: Sampling) -> Any:
             return jax.vmap(partial(sample, sampling=sampling))(step_keys, logits)
 
         positions = jnp.maximum(jnp.arange(prompt) - pad[:, None], 0)
-        x, head, cache = forward(tokens, positions, segments, caches=Cache(zeros, zeros), start=0)
+        x, head, cache, _ = forward(
+            tokens, positions, segments, caches=Cache(zeros, zeros), start=0
+        )
         first = draw(x, head, jnp.int32(0))
 
         def step(carry: tuple[Array, Any], index: Array) -> tuple[tuple[Array, Any], Array]:
             token, cache = carry
             at = prompt + index - 1
-            x, head, cache = forward(
+            x, head, cache, _ = forward(
                 token[:, None],
                 (at - pad)[:, None],
                 jnp.ones_like(token)[:, None],

@@ -23,6 +23,7 @@ from shardlm.data.balance import imbalance
 from shardlm.mesh.axes import batch_ways
 from shardlm.model.flops import flops_per_token
 from shardlm.observe import (
+    MIXTURE_METRICS,
     Console,
     DelayedMetrics,
     Fetched,
@@ -269,6 +270,7 @@ class _Run:
             device_seconds=device_seconds,
             device_speeds=fed.update.speeds,
             skipped=skipped,
+            mixture={key: values[key] for key in MIXTURE_METRICS if key in values},
         )
         self.writer.write(record)
         self.console.update(record)

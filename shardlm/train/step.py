@@ -27,11 +27,20 @@ from shardlm.config import Config
 from shardlm.data.buckets import Buckets
 from shardlm.mesh import AxisRules
 from shardlm.mesh.axes import TOKEN_AXES, batch_ways
+from shardlm.model.layers import Routing
 from shardlm.model.loss import LossRules, next_token_loss
 from shardlm.model.transformer import Params, Transformer
 from shardlm.optim import Guarded, accumulate, global_norm, learning_rate
 from shardlm.parallel.collectives import Parallel
 from shardlm.parallel.sequence import row_multiple
+from shardlm.train.mixture import (
+    Load,
+    add_load,
+    auxiliary_loss,
+    balance,
+    load_metrics,
+    sum_load,
+)
 from shardlm.train.state import DROPOUT, State, shardings, specs
 from shardlm.train.stopwatch import read_clock, seconds_between
 
@@ -63,15 +72,16 @@ def loss_sums(
     params: Params,
     batch: Batch,
     dropout_key: Array | None = None,
-) -> tuple[Array, tuple[Array, Array]]:
-    """Objective, negative log likelihood and tokens of one device's rows, summed.
+) -> tuple[Array, tuple[Array, Array, Routing | None]]:
+    """Objective, negative log likelihood and tokens of one device's rows, summed; and of a mixture
+    what its layers report.
 
     To be called inside `shard_map`. `params` are typed as varying on every axis if they are to be
     differentiated. Without a dropout key the batch needs no `rows`.
     """
     config = engine.config
     batch = pad_sequence(batch, row_multiple(par.rules.sizes, par.context_comm))
-    x, kernel, _ = engine.transformer.hidden(
+    x, kernel, _, routing = engine.transformer.hidden(
         params,
         par.row_part(batch["tokens"]),
         par.row_part(batch["positions"]),
@@ -88,9 +98,12 @@ def loss_sums(
         model.vocab_size, model.logit_softcap, config.train.z_loss, config.train.loss_chunk
     )
     x = x.reshape(-1, x.shape[-1])
-    targets = par.row_part(batch["targets"]).reshape(-1)
-    loss = next_token_loss(x, kernel, targets, rules, par)
-    return loss.objective, (loss.nll, loss.tokens)
+    targets = par.row_part(batch["targets"])
+    loss = next_token_loss(x, kernel, targets.reshape(-1), rules, par)
+    objective = loss.objective
+    if routing is not None:
+        objective += auxiliary_loss(routing, targets, par)
+    return objective, (loss.nll, loss.tokens, routing)
 
 
 def pad_sequence(batch: Batch, multiple: int) -> Batch:
@@ -114,8 +127,9 @@ def padded_length(length: int, multiple: int) -> int:
 
 def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array], Any]:
     """A function of (params, batch, step) on global arrays: the mean gradient over the batch's
-    tokens, the sum of the negative log likelihoods, the count of tokens, and with `data.balance`
-    dynamic the seconds [ways] that each share of the batch took, else None."""
+    tokens, the sum of the negative log likelihoods, the count of tokens, with `data.balance`
+    dynamic the seconds [ways] that each share of the batch took, else None, and the `Load` of a
+    mixture, else None."""
     config, rules = engine.config, engine.rules
     shard_params = config.mesh.shard_params
     once = shard_params == "optimizer"
@@ -136,16 +150,16 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
             # The rows go round rather than being sliced at the loop's index: XLA fuses such a slice
             # into the loops over what depends on it, attention's masks for one, and on CPU does not
             # vectorize those.
-            (acc, nll, count, ended), rows = carry
-            grads, (nll_part, tokens) = jax.grad(partial(loss_sums, engine, par), has_aux=True)(
-                weights, {k: x[0] for k, x in rows.items()}, key
-            )
+            (acc, nll, count, ended, load), rows = carry
+            grads, (nll_part, tokens, routing) = jax.grad(
+                partial(loss_sums, engine, par), has_aux=True
+            )(weights, {k: x[0] for k, x in rows.items()}, key)
             acc = accumulate.add(acc, grads, tokens)
             if timed:
                 # In the loop, whose end all that follows waits for.
                 last = turn == turns - 1
                 ended = jax.lax.cond(last, lambda: read_clock(acc.grads), lambda: ended)
-            sums = acc, nll + nll_part, count + tokens, ended
+            sums = acc, nll + nll_part, count + tokens, ended, add_load(load, routing)
             return sums, {k: jnp.roll(x, -1, 0) for k, x in rows.items()}
 
         # The loss is equal on the devices of `model`, and typed so.
@@ -157,16 +171,18 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
             over_tokens(jnp.float32(0)),
             over_tokens(jnp.int32(0)),
             started,
+            par.varying(Load.zero(config.model)),
         )
         for rows, turns in _loops(engine, batch):
             sums, _ = jax.lax.fori_loop(0, turns, partial(micro_batch, turns), (sums, rows))
-        acc, nll, count, ended = sums
+        acc, nll, count, ended, load = sums
         seconds = par.list_examples(seconds_between(started, ended)) if timed else None
         whole = accumulate.Accumulated(
             par.reduce_gradients(acc.grads, param_specs, gathered=once),
             par.sum_tokens(acc.weight),
         )
-        return accumulate.mean(whole), par.sum_tokens(nll), par.sum_tokens(count), seconds
+        nll, count = par.sum_tokens(nll), par.sum_tokens(count)
+        return accumulate.mean(whole), nll, count, seconds, sum_load(load, par)
 
     def gradients(params: Params, batch: Batch | Buckets, step: Array) -> Any:
         batch_specs = _batch_specs(engine, isinstance(batch, Buckets))
@@ -175,7 +191,7 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
             local,
             mesh=engine.mesh,
             in_specs=(param_specs, batch_specs, whole),
-            out_specs=(param_specs, whole, whole, whole),
+            out_specs=(param_specs, whole, whole, whole, whole),
         )
         return run(params, batch, step)
 
@@ -219,15 +235,16 @@ def make_train_step(engine: Engine, buckets: bool = False) -> jax.stages.Wrapped
     Metrics are scalars but for the last: `loss` (nats per token, mean over the batch's targets; NaN
     if it has none), `grad_norm` (before clipping), `tokens` (with a target, int32), `skipped`
     (updates skipped so far, int32) and `consecutive` (of them, since the last good one), and
-    `learning_rate` (of this update; of the next one that is made if this one is skipped). With
-    `data.balance` dynamic there is also `device_seconds` [ways]: how long the devices of each share
-    of the batch computed.
+    `learning_rate` (of this update; of the next one that is made if this one is skipped); for
+    mixtures those of `load_metrics`. With `data.balance` dynamic there is also `device_seconds`
+    [ways]: how long the devices of each share of the batch computed.
     """
+    moe = engine.config.model.moe
     gradients = make_gradients(engine)
     schedule = learning_rate(engine.config)
 
     def train_step(state: State, batch: Batch | Buckets) -> tuple[State, dict[str, Array]]:
-        grads, nll, tokens, seconds = gradients(state["params"], batch, state["step"])
+        grads, nll, tokens, seconds, load = gradients(state["params"], batch, state["step"])
         norm = global_norm(grads)
         params, opt = engine.optimizer.apply(
             state["params"], state["opt"], grads, norm=norm, ok=tokens > 0
@@ -242,6 +259,10 @@ def make_train_step(engine: Engine, buckets: bool = False) -> jax.stages.Wrapped
         }
         if seconds is not None:
             metrics["device_seconds"] = seconds
+        if load is not None:
+            metrics |= load_metrics(load, moe)
+            if moe.bias_rate:
+                params = balance(params, load, moe.bias_rate, opt.consecutive == 0)
         return State(params=params, opt=opt, step=state["step"] + 1), metrics
 
     whole = NamedSharding(engine.mesh, PartitionSpec())
@@ -266,7 +287,7 @@ def make_eval_step(engine: Engine) -> jax.stages.Wrapped:
     )
 
     def local(params: Params, batch: Batch) -> tuple[Array, Array]:
-        _, (nll, tokens) = loss_sums(engine, par, par.varying(params), batch)
+        _, (nll, tokens, _) = loss_sums(engine, par, par.varying(params), batch)
         return par.sum_tokens(nll), par.sum_tokens(tokens)
 
     spec = PartitionSpec()

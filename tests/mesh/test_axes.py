@@ -4,7 +4,15 @@ import dataclasses
 
 import pytest
 
-from shardlm.config import Config, ConfigError, DataConfig, MeshConfig, ModelConfig, TrainConfig
+from shardlm.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    MoeConfig,
+    TrainConfig,
+)
 from shardlm.mesh import AXES, resolve_sizes
 from shardlm.mesh.axes import check_sizes
 
@@ -30,7 +38,6 @@ def test_sizes():
         ({"model": 0}, 8, r"mesh\.model is 0: it must be at least 1, or -1"),
         ({"data": -2}, 8, r"mesh\.data is -2"),
         ({"stage": 2}, 8, r"mesh\.stage is 2: a size above 1 is not supported yet"),
-        ({"expert": 2}, 8, r"mesh\.expert is 2: a size above 1 is not supported yet"),
     ],
 )
 def test_refused_sizes(sizes, devices, message):
@@ -67,6 +74,19 @@ MODEL = ModelConfig(embed=48, heads=16, kv_heads=8, head_dim=6, mlp=40, vocab=67
         ({"model": 8}, {}, {"mlp": 42}, r"model\.mlp is 42 and .*\(model\.mlp 40 or 48 would do"),
         ({"model": 16}, {}, {"kv_heads": 16, "mlp": 48}, r"model\.vocab \(padded\) is 72 and .*16"),
         ({"data": 5}, {"batch": 5}, {}, r"model\.embed is 48 and mesh\.data is 5: .*45 or 50"),
+        (
+            {"data": 2, "expert": 4},
+            {"batch": 12},
+            {"moe": MoeConfig(8)},
+            r"batch is 12 and data 2 x expert 4 split it 8 ways",
+        ),
+        (
+            {"expert": 4},
+            {},
+            {"moe": MoeConfig(6)},
+            r"model\.moe\.experts is 6 and mesh\.expert is 4: .*4 or 8 would do, or mesh\.expert 3",
+        ),
+        ({"expert": 2}, {}, {}, r"mesh\.expert is 2 and model\.moe\.experts 0: .*use mesh\.data 2"),
     ],
 )
 def test_what_sizes_must_divide(sizes, train, model, message):

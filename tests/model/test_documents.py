@@ -57,7 +57,7 @@ class Model:
         )
 
         def run(params, tokens, positions, segments):
-            x, head, _ = transformer.hidden(
+            x, head, *_ = transformer.hidden(
                 params, tokens, positions, segments, par, jnp.dtype("float32"), implementation
             )
             logits = capped_logits(x.reshape(B * T, -1), head, VOCAB, 0.0, par)

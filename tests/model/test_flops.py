@@ -1,8 +1,10 @@
 """Model FLOPs against a worked value and against counting."""
 
+import dataclasses
+
 import pytest
 
-from shardlm.config import ModelConfig
+from shardlm.config import ModelConfig, MoeConfig
 from shardlm.model.flops import flops_per_token, matrix_parameters
 
 
@@ -24,6 +26,14 @@ def test_grouped_heads_gates_and_wide_heads_are_counted():
     )
     layer = 2 * 10 * 30 + 2 * 10 * 10 + 3 * 10 * 14
     assert matrix_parameters(model) == 3 * layer + 10 * 21
+
+
+def test_of_a_mixture_what_a_token_goes_through_is_counted():
+    """3 layers: 2 of 8 experts and a shared one of three 10 x 14, and a router 10 x 8."""
+    dense = ModelConfig(layers=3, embed=10, heads=5, mlp=14, vocab=21)
+    mixture = dataclasses.replace(dense, moe=MoeConfig(8, 2, shared_experts=1))
+    more = matrix_parameters(mixture) - matrix_parameters(dense)
+    assert more == 3 * (2 * 3 * 10 * 14 + 10 * 8)
 
 
 @pytest.mark.parametrize("windows", [(0,), (5,), (1,), (40,), (7, 0)])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlm.config import ModelConfig, RopeConfig
+from shardlm.config import ModelConfig, MoeConfig, RopeConfig
 from shardlm.mesh import AxisRules
 from shardlm.model.layers import Cache
 from shardlm.model.loss import LossRules, capped_logits, next_token_loss
@@ -42,6 +42,9 @@ MODELS = {
         qk_norm=True,
         head_dim=6,
         tied=True,
+    ),
+    "mixtral": dataclasses.replace(
+        BASE, rope=RopeConfig(theta=500.0), moe=MoeConfig(5, 2, shared_experts=1)
     ),
     "squared relu": dataclasses.replace(
         BASE, activation="relu2", positions="none", windows=(3,), bias=True
@@ -86,7 +89,8 @@ class Reference:
             window = model.windows[i % len(model.windows)]
             y = self.norm(x, layer["attn_norm"])
             x = x + self.attention(y, layer["attn"], positions, segments, window)
-            x = x + self.mlp(self.norm(x, layer["mlp_norm"]), layer["mlp"])
+            feed_forward = self.mixture if model.moe.experts else self.mlp
+            x = x + feed_forward(self.norm(x, layer["mlp_norm"]), layer["mlp"])
         x = self.norm(x, weights["final_norm"])
         head = weights["embed"]["table"].T if model.tied else weights["head"]["kernel"]
         return self.cap((x @ head)[..., : model.vocab], model.logit_softcap)
@@ -138,6 +142,16 @@ class Reference:
         z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
         return np.concatenate([z.real, z.imag], -1)
 
+    def mixture(self, x, weights):
+        y = self.mlp(x, weights["shared"])
+        for b, t in np.ndindex(x.shape[:2]):
+            scores = np.exp(x[b, t] @ weights["router"]["kernel"])
+            chosen = np.argsort(-scores)[: self.model.moe.top_k]
+            for e in chosen:
+                expert = jax.tree.map(lambda w, e=e: w[e], weights["experts"])
+                y[b, t] += scores[e] / scores[chosen].sum() * self.mlp(x[b, t], expert)
+        return y
+
     def mlp(self, x, weights):
         def linear(x, weights):
             return x @ weights["kernel"] + weights.get("bias", 0)
@@ -158,7 +172,7 @@ class Reference:
 def run_logits(transformer, params, tokens, positions, segments, attention="xla", **options):
     """fp32 logits [B, T, V], and the caches when decoding."""
     model = transformer.model
-    x, head, caches = transformer.hidden(
+    x, head, caches, _ = transformer.hidden(
         params, tokens, positions, segments, ALONE, FLOAT32, attention, **options
     )
     flat = x.reshape(-1, x.shape[-1])
@@ -183,7 +197,9 @@ def test_logits_match_float64(quick_jit, batch, name, attention):
     assert (np.asarray(got)[..., 13:] < -1e29).all()
 
 
-@pytest.mark.parametrize("name, remat", [("llama", "none"), ("gemma", "none"), ("gpt2", "full")])
+@pytest.mark.parametrize(
+    "name, remat", [("llama", "none"), ("gemma", "none"), ("gpt2", "full"), ("mixtral", "none")]
+)
 def test_gradients_match_float64(quick_jit, batch, name, remat):
     """Of the mean of randomly weighted logits, by central differences of the float64 model: for
     each leaf along one random direction."""
@@ -250,7 +266,7 @@ def test_a_model_of_the_successor_has_no_loss(quick_jit):
     @quick_jit
     def mean_loss(params, tokens, targets):
         ones = jnp.ones_like(tokens)
-        x, head, _ = transformer.hidden(params, tokens, ones, ones, ALONE, FLOAT32)
+        x, head, *_ = transformer.hidden(params, tokens, ones, ones, ALONE, FLOAT32)
         loss = next_token_loss(x[0], head, targets, LossRules(v), ALONE)
         return loss.nll / loss.tokens
 
@@ -259,7 +275,7 @@ def test_a_model_of_the_successor_has_no_loss(quick_jit):
     assert float(mean_loss(params, sequence[None, :-1], sequence[:-1])) > 10
 
 
-@pytest.mark.parametrize("name", ["gemma", "gpt2"])
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "mixtral"])
 def test_decoding_with_a_cache_equals_the_whole_forward_pass(quick_jit, name):
     """Prompts of 2, 5 and 1 tokens, padded at the left to 5, then 4 given tokens one at a time."""
     transformer = Transformer(MODELS[name], LENGTH)
@@ -317,3 +333,6 @@ def test_parameters_are_counted_without_padding():
     assert Transformer(BASE, LENGTH).count() == 2 * 13 * 12 + 2 * layer + 12
     tied = dataclasses.replace(BASE, tied=True)
     assert Transformer(tied, LENGTH).count() == 13 * 12 + 2 * layer + 12
+    # 5 experts and a shared one, and a router.
+    layer += 5 * 3 * 12 * 10 + 12 * 5
+    assert Transformer(MODELS["mixtral"], LENGTH).count() == 2 * 13 * 12 + 2 * layer + 12

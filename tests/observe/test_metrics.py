@@ -34,6 +34,7 @@ def record(step, **changes):
         "device_seconds": None,
         "device_speeds": None,
         "skipped": False,
+        "mixture": {},
     }
     return update_record(**(values | changes))
 

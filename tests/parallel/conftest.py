@@ -106,7 +106,7 @@ class Tiny:
         if moved:
             distance, direction = moved
             weights = jax.tree.map(lambda w, d: w + np.float32(distance) * d, weights, direction)
-        grads, nll, tokens, _ = run(weights, batch, jnp.int32(step))
+        grads, nll, tokens, *_ = run(weights, batch, jnp.int32(step))
         return jax.tree.map(np.asarray, grads), float(nll), int(tokens)
 
     @staticmethod

@@ -16,8 +16,10 @@ from shardlm.train.step import Engine, batch_sharding, make_train_step
 
 BATCH, LENGTH, VOCAB = 16, 19, 67
 
-# Half the time of a compilation goes into machine code that a test runs a few times.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
+# Most of a compilation goes into machine code that a test runs a few times.
+QUICK_COMPILE: dict[str, Any] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    QUICK_COMPILE["xla_cpu_use_fusion_emitters"] = False
 
 
 class Layout(NamedTuple):
@@ -30,12 +32,23 @@ class Layout(NamedTuple):
     micro_batches: int = 1
     context: int = 1
     context_comm: str = "ring"
+    expert: int = 1
+
+    def __str__(self) -> str:
+        sizes = [
+            f"{axis}{getattr(self, axis)}"
+            for axis in ("replica", "data", "expert", "context", "model")
+            if getattr(self, axis) > 1
+        ]
+        comm = [self.context_comm] if self.context > 1 else []
+        return "-".join([*sizes, *comm, self.shard_params, str(self.micro_batches)])
 
 
 class Lab:
     """Engines, compiled steps and recorded runs, each made once in a process."""
 
     Layout = Layout
+    quick_compile = QUICK_COMPILE
 
     @staticmethod
     def config(layout: Layout = Layout(), optim: str = "sgd", dtype: str = "float32") -> Config:
@@ -44,6 +57,7 @@ class Lab:
             mesh=MeshConfig(
                 replica=layout.replica,
                 data=layout.data,
+                expert=layout.expert,
                 model=layout.model,
                 shard_params=layout.shard_params,
                 context=layout.context,
