@@ -45,7 +45,7 @@ class MeshConfig:
     replica: int = 1
     """Copies of the whole model, each with its own examples."""
     stage: int = 1
-    """Runs of consecutive layers (a size above 1 is not supported yet)."""
+    """Splits the layers into runs of consecutive ones, through which micro-batches go in turn."""
     data: int = -1
     """Splits the examples and, by `shard_params`, the training state."""
     expert: int = 1
@@ -61,6 +61,9 @@ class MeshConfig:
     context_comm: Literal["ring", "gather", "ulysses"] = "ring"
     """What travels over `context`. ring: keys and values, a device's at a time; gather: all of them
     at once; ulysses: queries, keys and values, so that each device has all tokens of some heads."""
+    stage_rounds: int = 1
+    """Runs of layers of each device of `stage`: a micro-batch goes round so many times. More rounds
+    idle less and send more."""
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,7 @@ _LEAST: dict[str, float] = {
     "model.kv_heads": 1,
     "model.head_dim": 1,
     "model.mlp": 1,
+    "mesh.stage_rounds": 1,
     "model.moe.experts": 0,
     "model.moe.top_k": 1,
     "model.moe.capacity_factor": 0,

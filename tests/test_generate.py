@@ -105,9 +105,9 @@ def test_greedy_tokens_are_those_of_a_model_without_a_cache(one, monkeypatch):
     @jax.jit
     def likeliest(params, tokens):
         positions = jnp.arange(tokens.shape[1])[None]
-        x, head, *_ = engine.transformer.hidden(
-            params, tokens, positions, jnp.ones_like(tokens), par, engine.dtype
-        )
+        ones = jnp.ones_like(tokens)
+        ctx = engine.transformer.context(par, engine.dtype, "xla", ones, positions)
+        x, head, *_ = engine.transformer.hidden(params, tokens, positions, ctx)
         model = engine.config.model
         return capped_logits(x[0], head, model.vocab_size, model.logit_softcap, par).argmax(-1)
 

@@ -16,8 +16,8 @@ BATCH_AXES = ("replica", "data", "expert")
 TOKEN_AXES = (*BATCH_AXES, "context")
 """Axes that split its tokens."""
 
-UNSUPPORTED = ("stage",)
-"""Axes whose size must still be 1."""
+LOSS_AXES = (*TOKEN_AXES, "stage")
+"""Axes that split the tokens when it comes to their loss."""
 
 
 def resolve_sizes(mesh: MeshConfig, devices: int) -> dict[str, int]:
@@ -68,12 +68,6 @@ def check_axes(mesh: MeshConfig) -> dict[str, int]:
     free = [axis for axis, n in sizes.items() if n == -1]
     if len(free) > 1:
         raise ConfigError(f"mesh.{free[0]} and mesh.{free[1]} are both -1: only one may be")
-    for axis in UNSUPPORTED:
-        if sizes[axis] != 1:
-            raise ConfigError(
-                f"mesh.{axis} is {sizes[axis]}: a size above 1 is not supported yet on this axis; "
-                "use replica, data, expert, context and model"
-            )
     return sizes
 
 
@@ -112,7 +106,12 @@ def check_sizes(config: Config, sizes: Mapping[str, int]) -> None:
             "in every micro-batch, so that no device can make more of them than another: set "
             "data.balance work, or mesh.expert 1"
         )
-    check_model(config.model, sizes, config.mesh.shard_params)
+    if config.data.balance == "dynamic" and sizes["stage"] > 1:
+        raise ConfigError(
+            f"data.balance is dynamic and mesh.stage {sizes['stage']}, over which all devices pass "
+            "micro-batches on in step: set data.balance work, or mesh.stage 1"
+        )
+    check_model(config.model, sizes, config.mesh)
     if sizes["context"] > 1:
         _check_context(config, sizes)
 
@@ -138,8 +137,15 @@ def _check_context(config: Config, sizes: Mapping[str, int]) -> None:
             )
 
 
-def check_model(model: ModelConfig, sizes: Mapping[str, int], shard_params: str) -> None:
+def stage_rounds(mesh: MeshConfig, sizes: Mapping[str, int]) -> int:
+    """Runs of layers of a device; without stages there is one."""
+    return mesh.stage_rounds if sizes.get("stage", 1) > 1 else 1
+
+
+def check_model(model: ModelConfig, sizes: Mapping[str, int], mesh: MeshConfig) -> None:
     """Check that the model divides over the axes; raises as `check_sizes` does."""
+    if sizes["stage"] > 1:
+        _check_stages(model, sizes["stage"], stage_rounds(mesh, sizes))
     if sizes["expert"] > 1 and not model.moe.experts:
         raise ConfigError(
             f"mesh.expert is {sizes['expert']} and model.moe.experts 0: there is no expert to "
@@ -152,7 +158,7 @@ def check_model(model: ModelConfig, sizes: Mapping[str, int], shard_params: str)
         ("model.mlp", model.mlp, "model"),
         ("model.vocab (padded)", model.vocab_padded, "model"),
     ]
-    if shard_params != "none":
+    if mesh.shard_params != "none":
         split.append(("model.embed", model.embed, "data"))
     for key, value, axis in split:
         n = sizes[axis]
@@ -162,3 +168,22 @@ def check_model(model: ModelConfig, sizes: Mapping[str, int], shard_params: str)
                 f"({key.split()[0]} {nearest_divisible(value, n)} would do, or mesh.{axis} "
                 f"{nearest_divisor(value, n)})"
             )
+
+
+def _check_stages(model: ModelConfig, stages: int, rounds: int) -> None:
+    runs = stages * rounds
+    named = f"mesh.stage is {stages}" + (f" with mesh.stage_rounds {rounds}" * (rounds > 1))
+    if model.layers % runs:
+        raise ConfigError(
+            f"model.layers is {model.layers} and {named}: {runs} does not divide {model.layers}, "
+            "and all runs of layers are equally long (model.layers "
+            f"{nearest_divisible(model.layers, runs)} would do, or mesh.stage "
+            f"{nearest_divisor(model.layers // rounds, stages) if model.layers >= rounds else 1})"
+        )
+    pattern = len(model.windows)
+    if (model.layers // runs) % pattern:
+        raise ConfigError(
+            f"model.windows names {pattern} windows, in turn, and {named} makes runs of "
+            f"{model.layers // runs} layers: each must begin with the first window, so {pattern} "
+            f"must divide their length"
+        )

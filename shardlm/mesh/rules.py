@@ -12,7 +12,7 @@ from shardlm.validation import nearest_divisible, nearest_divisor
 
 DIMS: Mapping[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
-    "layers": (),
+    "layers": ("stage",),
     "positions": (),
     "embed": ("data",),
     "heads": ("model",),

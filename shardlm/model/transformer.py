@@ -27,6 +27,7 @@ from shardlm.model.layers import (
 )
 from shardlm.model.moe import Moe
 from shardlm.parallel.collectives import Parallel, regather
+from shardlm.parallel.pipeline import WHOLE, Schedule
 
 Params = dict[str, Any]
 """Nested dicts of arrays, one for each module."""
@@ -87,11 +88,15 @@ class Transformer:
     Args:
       model: the architecture; `vocab` must be set.
       length: longest row (learned positions have so many).
+      schedule: how `stage` splits the layers, which are stored in its order.
     """
 
-    def __init__(self, model: ModelConfig, length: int) -> None:
+    def __init__(self, model: ModelConfig, length: int, schedule: Schedule = WHOLE) -> None:
         self.model = model
         self.length = length
+        self.schedule = schedule
+        self.order = schedule.layers(model.layers).reshape(-1)
+        """Number of each layer, in the order in which they are stored."""
         parts = {
             "embed": lambda rngs: Embed(model, length, rngs),
             "layers": lambda rngs: Layer(model, rngs, Moe if model.moe.experts else Mlp),
@@ -132,11 +137,18 @@ class Transformer:
                 return nnx.to_pure_dict(nnx.split(make(nnx.Rngs(params=key)))[1])
 
             if name == "layers":
-                # A loop rather than vmap: one layer's random numbers are compiled, not all.
-                keys = jax.vmap(partial(jax.random.fold_in, part_key))(
-                    jnp.arange(self.model.layers)
-                )
-                params[name] = jax.lax.map(values, keys)
+                keys = jax.vmap(partial(jax.random.fold_in, part_key))(jnp.asarray(self.order))
+                # A loop rather than vmap: one layer's random numbers are compiled, not all. Its
+                # turns are split over `stage`.
+                stages = self.schedule.stages
+                if stages > 1:
+                    by_turn = keys.reshape(stages, -1).swapaxes(0, 1)
+                    made = jax.lax.map(jax.vmap(values), by_turn)
+                    params[name] = jax.tree.map(
+                        lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), made
+                    )
+                else:
+                    params[name] = jax.lax.map(values, keys)
             else:
                 params[name] = values(part_key)
         return params
@@ -160,65 +172,176 @@ class Transformer:
     def _module(self, name: str, params: Params, par: Parallel, dtype: jnp.dtype) -> Any:
         return nnx.merge(self._graphs[name][0], par.unshard(self._state(name, params), dtype))
 
+    def embed(
+        self, params: Params, tokens: Int[Array, "B t"], positions: Int[Array, "B t"], ctx: Context
+    ) -> Float[Array, "B t/model D"]:
+        """What goes into the first layer."""
+        embed = self._module("embed", params["embed"], ctx.par, ctx.dtype)
+        return self._embed(embed, tokens, positions, ctx)
+
+    def _embed(self, embed: Embed, tokens: Array, positions: Array, ctx: Context) -> Array:
+        x = embed(tokens, positions, ctx.par)
+        if ctx.dropout_key is None:
+            return x
+        return dropout(x, self.model.dropout, jax.random.fold_in(ctx.dropout_key, 0), ctx)
+
+    def output(
+        self,
+        params: Params,
+        x: Float[Array, "B t/model D"],
+        ctx: Context,
+        embed: Embed | None = None,
+    ) -> tuple[Float[Array, "B t D"], Float[Array, "D V"]]:
+        """What the head gets of the last layer's x, whole over `model`, and the head.
+
+        Args:
+          params: all but the layers.
+          x: of the last layer.
+          ctx: of the forward pass.
+          embed: the embedding, if it is at hand.
+        """
+        norm = self._module("final_norm", params["final_norm"], ctx.par, ctx.dtype)
+        x = ctx.par.gather_sequence(norm(x))
+        if not self.model.tied:
+            return x, self._module("head", params["head"], ctx.par, ctx.dtype).kernel[...]
+        if embed is None:
+            embed = self._module("embed", params["embed"], ctx.par, ctx.dtype)
+        return x, embed.table[...].T
+
     def hidden(
         self,
         params: Params,
         tokens: Int[Array, "B t"],
         positions: Int[Array, "B t"],
-        segments: Int[Array, "B T"],
-        par: Parallel,
-        dtype: jnp.dtype,
-        attention: str = "xla",
+        ctx: Context,
         remat: str = "none",
-        dropout_key: Array | None = None,
-        rows: Int[Array, "B"] | None = None,
         caches: Cache | None = None,
-        kv_segments: Int[Array, "B S"] | None = None,
-        start: Int[Array, ""] | int = 0,
     ) -> tuple[Float[Array, "B t D"], Float[Array, "D V"], Cache | None, Routing | None]:
         """Final hidden states and the head that turns them into logits.
+
+        With stages all devices go through all of them in turn, each doing what counts in its own:
+        right, and as slow as one device. Training does it by `shardlm.train.pipeline`.
 
         Args:
           params: this device's part.
           tokens, positions: ids of this device's tokens, and their places in their documents.
-          segments: the document of each token of whole rows; 0 is padding.
-          par: the mesh.
-          dtype: of weights and activations.
-          attention: see `attend`.
+          ctx: see `context`.
           remat: see `TrainConfig.remat`.
-          dropout_key: of this update; None drops nothing.
-          rows: see `Context.rows`; needed with a dropout key.
-          caches: keys and values [L, B, S, G, K] when decoding, with the document of each key in
-            `kv_segments` and the index `start` of the first token.
+          caches: keys and values [L, B, S, G, K] of this device's layers when decoding.
 
         Returns:
           The states (whole over `model`), the head, the new caches, and of mixtures what each
-          layer reports, with a leading L.
+          layer reports, with a leading L (not with stages).
         """
-        model = self.model
-        embed = self._module("embed", params["embed"], par, dtype)
-        x = embed(tokens, positions, par)
-        cos, sin = rope_table(model, positions) if model.positions == "rotary" else (None, None)
-        if model.dropout == 0:
+        embed = self._module("embed", params["embed"], ctx.par, ctx.dtype)
+        x = self._embed(embed, tokens, positions, ctx)
+        if ctx.par.size("stage") == 1:
+            numbers = jnp.arange(self.model.layers)
+            x, caches, routing = self.layers(params["layers"], numbers, x, ctx, remat, caches)
+        else:
+            x, caches = self._in_turn(params["layers"], x, ctx, caches)
+            routing = None
+        return *self.output(params, x, ctx, embed), caches, routing
+
+    def context(
+        self,
+        par: Parallel,
+        dtype: jnp.dtype,
+        attention: str,
+        segments: Int[Array, "B T"],
+        positions: Int[Array, "B t"],
+        dropout_key: Array | None = None,
+        rows: Int[Array, "B"] | None = None,
+        kv_segments: Int[Array, "B S"] | None = None,
+        start: Int[Array, ""] | int = 0,
+    ) -> Context:
+        """What the layers of one forward pass need.
+
+        Args:
+          par: the mesh.
+          dtype: of weights and activations.
+          attention: see `attend`.
+          segments: the document of each token of whole rows; 0 is padding.
+          positions: places of this device's tokens in their documents.
+          dropout_key: of this update; None drops nothing.
+          rows: see `Context.rows`; needed with a dropout key.
+          kv_segments: when decoding, the document of each key of the caches.
+          start: when decoding, the index of the first token.
+        """
+        rotary = self.model.positions == "rotary"
+        cos, sin = rope_table(self.model, positions) if rotary else (None, None)
+        if self.model.dropout == 0:
             dropout_key = None
-        ctx = Context(
+        return Context(
             par, dtype, attention, segments, cos, sin, dropout_key, rows, kv_segments, start
         )
-        if dropout_key is not None:
-            x = dropout(x, model.dropout, jax.random.fold_in(dropout_key, 0), ctx)
-        x, caches, routing = self._layers(params["layers"], x, ctx, remat, caches)
-        norm = self._module("final_norm", params["final_norm"], par, dtype)
-        x = par.gather_sequence(norm(x))
-        if model.tied:
-            return x, embed.table[...].T, caches, routing
-        head = self._module("head", params["head"], par, dtype)
-        return x, head.kernel[...], caches, routing
 
-    def _layers(
-        self, params: Params, x: Array, ctx: Context, remat: str, caches: Cache | None
+    def run_numbers(self, turn: Array | int, par: Parallel) -> Int[Array, "L"]:
+        """Numbers of the layers that this device of `stage` takes in a round."""
+        layers = jnp.asarray(self.schedule.layers(self.model.layers))
+        return layers[par.index("stage"), turn]
+
+    def take_run(self, tree: Any, turn: Array | int) -> Any:
+        """Of a tree with the layers of this device in front, those of a round."""
+        rounds = self.schedule.rounds
+        if rounds == 1:
+            return tree
+
+        def take(x: Array) -> Array:
+            runs = x.reshape(rounds, -1, *x.shape[1:])
+            return jax.lax.dynamic_index_in_dim(runs, turn, keepdims=False)
+
+        return jax.tree.map(take, tree)
+
+    def put_run(self, tree: Any, part: Any, turn: Array | int) -> Any:
+        """The tree with those replaced by `part`."""
+        rounds = self.schedule.rounds
+        if rounds == 1:
+            return part
+
+        def put(x: Array, y: Array) -> Array:
+            runs = x.reshape(rounds, -1, *x.shape[1:])
+            return jax.lax.dynamic_update_index_in_dim(runs, y, turn, 0).reshape(x.shape)
+
+        return jax.tree.map(put, tree, part)
+
+    def _in_turn(
+        self, params: Params, x: Array, ctx: Context, caches: Cache | None
+    ) -> tuple[Array, Cache | None]:
+        """All layers of all stages, one run after the other."""
+        par, stages = ctx.par, self.schedule.stages
+
+        def run(i: Array, carry: tuple[Array, Cache | None]) -> tuple[Array, Cache | None]:
+            x, caches = carry
+            turn, stage = i // stages, i % stages
+            part, kept = self.take_run((params, caches), turn)
+            x, new, _ = self.layers(part, self.run_numbers(turn, par), x, ctx, "none", kept)
+            mine = par.index("stage") == stage
+            if caches is not None:
+                new = jax.tree.map(lambda a, b: jnp.where(mine, a, b), new, kept)
+                caches = self.put_run(caches, new, turn)
+            return par.from_stage(x, stage), caches
+
+        x = par.varying(x, ("stage",))
+        return jax.lax.fori_loop(0, self.schedule.runs, run, (x, caches))
+
+    def layers(
+        self,
+        params: Params,
+        numbers: Int[Array, "L"],
+        x: Float[Array, "B t/model D"],
+        ctx: Context,
+        remat: str = "none",
+        caches: Cache | None = None,
     ) -> tuple[Array, Cache | None, Routing | None]:
-        """Run the stacked layers by a scan over repetitions of the window pattern."""
-        layers, pattern = self.model.layers, self.model.windows
+        """Run stacked layers by a scan over repetitions of the window pattern.
+
+        Args:
+          params: of the layers, stacked.
+          numbers: of each layer, which its dropout masks depend on.
+          x, ctx, remat, caches: see `hidden`.
+        """
+        layers, pattern = numbers.shape[0], self.model.windows
         repeats, rest = divmod(layers, len(pattern))
         unroll = self.model.scan_unroll or layers
 
@@ -250,7 +373,7 @@ class Transformer:
                 out.append(other)
             return x, jax.tree.map(lambda *c: jnp.stack(c), *out)
 
-        everything = (params, jnp.arange(layers), caches)
+        everything = (params, numbers, caches)
         n = repeats * len(pattern)
         grouped = jax.tree.map(
             lambda a: a[:n].reshape(repeats, len(pattern), *a.shape[1:]), everything

@@ -15,6 +15,8 @@ arXiv 1910.02054; sequence-split tensor parallelism: Korthikanti et al., arXiv 2
                      fp32 as often, over `context`
   `gather_context`   the same at once
   `to_heads`, `to_tokens` (N-1)/N of the activation forward and backward, over `context`
+  `send_forward`, `send_backward`  the activation, over `stage`
+  `share_tokens`     (N-1)/N of the activation forward and backward, over `stage`
   `reduce_gradients` 2(N-1)/N of the leaves that are whole over an axis, (N-1)/N of those gathered
 """
 
@@ -30,7 +32,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from shardlm.mesh.axes import AXES, BATCH_AXES, TOKEN_AXES
+from shardlm.mesh.axes import AXES, BATCH_AXES, LOSS_AXES, TOKEN_AXES
 from shardlm.mesh.rules import AxisRules
 from shardlm.parallel.sequence import chunks_of
 
@@ -138,6 +140,26 @@ class Parallel:
         """[B, T, H/context, K] to [B, T/context, H, K]; backward `to_heads`."""
         return jax.lax.all_to_all(x, "context", split_axis=1, concat_axis=2, tiled=True)
 
+    def send_forward(self, x: Array) -> Array:
+        """What the device before this one on `stage` has; to the first comes the last's."""
+        n = self.size("stage")
+        return jax.lax.ppermute(x, "stage", [(i, (i + 1) % n) for i in range(n)])
+
+    def send_backward(self, x: Array) -> Array:
+        """What the device after this one on `stage` has; to the last comes the first's."""
+        n = self.size("stage")
+        return jax.lax.ppermute(x, "stage", [((i + 1) % n, i) for i in range(n)])
+
+    def share_tokens(self, x: Array) -> Array:
+        """Rows [N, D] of the last device of `stage`, dealt to all of them: [N/stage, D]."""
+        x = jnp.where(self.index("stage") == self.size("stage") - 1, x, 0)
+        return jax.lax.psum_scatter(x, "stage", scatter_dimension=0, tiled=True)
+
+    def from_stage(self, x: Array, stage: Array | int) -> Array:
+        """What one device of `stage` has, on all of them."""
+        x = jax.lax.psum(jnp.where(self.index("stage") == stage, x, 0), "stage")
+        return _vary(x, {"stage"})
+
     def unshard(self, state: Any, dtype: jnp.dtype) -> Any:
         """Weights (an NNX state) cast for computing and whole over `data`.
 
@@ -193,6 +215,11 @@ class Parallel:
     def sum_tokens(self, x: Array) -> Array:
         """Sum over the axes that split the tokens."""
         axes = self.active(TOKEN_AXES)
+        return jax.lax.psum(x, axes) if axes else x
+
+    def sum_losses(self, x: Array) -> Array:
+        """Sum over the axes that split the tokens when it comes to their loss."""
+        axes = self.active(LOSS_AXES)
         return jax.lax.psum(x, axes) if axes else x
 
     def list_examples(self, x: Array) -> Array:

@@ -22,9 +22,9 @@ from shardlm.model.loss import capped_logits
 from shardlm.model.transformer import Params
 from shardlm.options import Sampling
 from shardlm.parallel.collectives import Parallel
+from shardlm.train.engine import Engine
 from shardlm.train.prompts import encode_prompts
 from shardlm.train.state import SAMPLE, specs
-from shardlm.train.step import Engine
 
 
 def generate(
@@ -74,15 +74,32 @@ def _decode(engine: Engine, sampling: Sampling) -> Any:
         pad = prompt - segments.sum(1, dtype=jnp.int32)
         ids = par.index(*BATCH_AXES) * rows + jnp.arange(rows)
         keys = jax.vmap(partial(jax.random.fold_in, key))(ids)
-        shape = (model.layers, rows, total, model.kv // par.size("model"), model.k_dim)
-        zeros = par.varying(jnp.zeros(shape, engine.dtype))
-        forward = partial(
-            engine.transformer.hidden,
-            params,
-            par=par,
-            dtype=engine.dtype,
-            kv_segments=kv_segments,
+        shape = (
+            model.layers // par.size("stage"),
+            rows,
+            total,
+            model.kv // par.size("model"),
+            model.k_dim,
         )
+        zeros = par.varying(jnp.zeros(shape, engine.dtype))
+
+        def forward(
+            tokens: Array, positions: Array, segments: Array, caches: Cache, start: Array | int
+        ) -> tuple[Array, Array, Cache]:
+            ctx = engine.transformer.context(
+                par,
+                engine.dtype,
+                engine.attention,
+                segments,
+                positions,
+                kv_segments=kv_segments,
+                start=start,
+            )
+            x, head, new, _ = engine.transformer.hidden(
+                params, tokens, positions, ctx, caches=caches
+            )
+            assert new is not None
+            return x, head, new
 
         def draw(x: Array, head: Array, index: Array) -> Array:
             local = capped_logits(x[:, -1], head, model.vocab_size, model.logit_softcap, par)
@@ -91,20 +108,14 @@ def _decode(engine: Engine, sampling: Sampling) -> Any:
             return jax.vmap(partial(sample, sampling=sampling))(step_keys, logits)
 
         positions = jnp.maximum(jnp.arange(prompt) - pad[:, None], 0)
-        x, head, cache, _ = forward(
-            tokens, positions, segments, caches=Cache(zeros, zeros), start=0
-        )
+        x, head, cache = forward(tokens, positions, segments, Cache(zeros, zeros), 0)
         first = draw(x, head, jnp.int32(0))
 
         def step(carry: tuple[Array, Any], index: Array) -> tuple[tuple[Array, Any], Array]:
             token, cache = carry
             at = prompt + index - 1
-            x, head, cache, _ = forward(
-                token[:, None],
-                (at - pad)[:, None],
-                jnp.ones_like(token)[:, None],
-                caches=cache,
-                start=at,
+            x, head, cache = forward(
+                token[:, None], (at - pad)[:, None], jnp.ones_like(token)[:, None], cache, at
             )
             token = draw(x, head, index)
             return (token, cache), token

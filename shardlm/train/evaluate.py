@@ -12,7 +12,8 @@ from shardlm.data import Tokenizer, ValidationLoader
 from shardlm.data.tokenizer import BytesTokenizer
 from shardlm.mesh.axes import batch_ways
 from shardlm.model.transformer import Params
-from shardlm.train.step import Engine, batch_sharding, make_eval_step
+from shardlm.train.engine import Engine
+from shardlm.train.step import batch_sharding, make_eval_step
 
 AHEAD = 2
 """Batches that wait on the device, so that it never waits for the host."""

@@ -35,6 +35,7 @@ from shardlm.observe import (
 from shardlm.options import Sampling
 from shardlm.train.commands import Commands
 from shardlm.train.decode import generate
+from shardlm.train.engine import Engine
 from shardlm.train.errors import TrainingError
 from shardlm.train.evaluate import bits_per_byte, make_evaluate
 from shardlm.train.prompts import prompt_ids, room_after
@@ -44,7 +45,7 @@ from shardlm.train.setup import build_engine, build_mesh, check_memory, new_stat
 from shardlm.train.signals import StopRequest
 from shardlm.train.start import Start
 from shardlm.train.state import State
-from shardlm.train.step import Engine, batch_sharding, make_train_step
+from shardlm.train.step import batch_sharding, make_train_step
 from shardlm.words import many
 
 

@@ -23,9 +23,9 @@ class Load(NamedTuple):
     """[L] fp32, of the experts' chances, in nats."""
 
     @classmethod
-    def zero(cls, model: ModelConfig) -> "Load | None":
-        """Before the first micro-batch; None without experts."""
-        layers, experts = model.layers, model.moe.experts
+    def zero(cls, model: ModelConfig, stages: int) -> "Load | None":
+        """Before the first micro-batch, of one device's layers; None without experts."""
+        layers, experts = model.layers // stages, model.moe.experts
         if not experts:
             return None
         return cls(

@@ -10,7 +10,7 @@ from shardlm.mesh.shardings import bytes_per_device
 from shardlm.observe import RunDirectory, peak_memory
 from shardlm.train.arithmetic import Arithmetic
 from shardlm.train.commands import Commands
-from shardlm.train.step import Engine
+from shardlm.train.engine import Engine
 from shardlm.words import many
 
 

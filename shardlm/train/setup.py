@@ -14,15 +14,17 @@ from shardlm.config import Config, ConfigError
 from shardlm.data import Data
 from shardlm.data.layout import row_lengths
 from shardlm.mesh import AxisRules, make_mesh, resolve_sizes, simulate_devices
-from shardlm.mesh.axes import batch_ways, check_axes, check_sizes
+from shardlm.mesh.axes import batch_ways, check_axes, check_sizes, stage_rounds
 from shardlm.mesh.shardings import bytes_per_device
 from shardlm.model.attention import choose_implementation
 from shardlm.model.transformer import Transformer
 from shardlm.observe import memory_limit
 from shardlm.optim import make_optimizer
+from shardlm.parallel.pipeline import Schedule
 from shardlm.parallel.sequence import row_multiple
+from shardlm.train.engine import Engine
+from shardlm.train.forward import padded_length
 from shardlm.train.state import State, abstract_state, init_state, shardings
-from shardlm.train.step import Engine, padded_length
 from shardlm.validation import batch_said
 
 FREE_TO_CHANGE = (
@@ -93,7 +95,8 @@ def build_engine(config: Config, mesh: Mesh) -> Engine:
         length = padded_length(row, row_multiple(mesh.shape, config.mesh.context_comm))
         attention = choose_implementation(config.model, platform, length, capability)
     rules = AxisRules.for_model(mesh.shape, config.model, config.mesh.shard_params)
-    transformer = Transformer(config.model, config.data.length)
+    schedule = Schedule(mesh.shape["stage"], stage_rounds(config.mesh, mesh.shape))
+    transformer = Transformer(config.model, config.data.length, schedule)
     optimizer = make_optimizer(config)
     abstract = abstract_state(transformer, optimizer, mesh, rules)
     dtype = jnp.dtype(config.model.dtype)

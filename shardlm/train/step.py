@@ -14,115 +14,26 @@ update of any mixture of lengths. With `data.balance` dynamic they turn as often
 device, and the device's time in them is part of the metrics.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlm.config import Config
 from shardlm.data.buckets import Buckets
-from shardlm.mesh import AxisRules
-from shardlm.mesh.axes import TOKEN_AXES, batch_ways
-from shardlm.model.layers import Routing
-from shardlm.model.loss import LossRules, next_token_loss
-from shardlm.model.transformer import Params, Transformer
-from shardlm.optim import Guarded, accumulate, global_norm, learning_rate
+from shardlm.mesh.axes import LOSS_AXES, batch_ways
+from shardlm.model.transformer import Params
+from shardlm.optim import accumulate, global_norm, learning_rate
 from shardlm.parallel.collectives import Parallel
-from shardlm.parallel.sequence import row_multiple
-from shardlm.train.mixture import (
-    Load,
-    add_load,
-    auxiliary_loss,
-    balance,
-    load_metrics,
-    sum_load,
-)
+from shardlm.train.engine import Batch, Engine
+from shardlm.train.forward import Sums, loss_sums
+from shardlm.train.mixture import Load, add_load, balance, load_metrics, sum_load
+from shardlm.train.pipeline import pipelined_losses, pipelined_sums
 from shardlm.train.state import DROPOUT, State, shardings, specs
 from shardlm.train.stopwatch import read_clock, seconds_between
-
-Batch = Mapping[str, Array]
-"""tokens, targets, segments, positions: int32 [batch, T]; rows: int32 [batch], the number of each
-row in the update, by which its dropout masks are drawn. Nothing else depends on the order of the
-rows, so data loading may deal them to devices as it likes."""
-
-
-class Engine(NamedTuple):
-    """The fixed parts that the compiled functions are made of."""
-
-    config: Config
-    mesh: Mesh
-    rules: AxisRules
-    transformer: Transformer
-    optimizer: Guarded
-    abstract: State
-    """Shapes and shardings of the state."""
-    dtype: jnp.dtype
-    """Compute dtype."""
-    attention: str
-    """Attention implementation."""
-
-
-def loss_sums(
-    engine: Engine,
-    par: Parallel,
-    params: Params,
-    batch: Batch,
-    dropout_key: Array | None = None,
-) -> tuple[Array, tuple[Array, Array, Routing | None]]:
-    """Objective, negative log likelihood and tokens of one device's rows, summed; and of a mixture
-    what its layers report.
-
-    To be called inside `shard_map`. `params` are typed as varying on every axis if they are to be
-    differentiated. Without a dropout key the batch needs no `rows`.
-    """
-    config = engine.config
-    batch = pad_sequence(batch, row_multiple(par.rules.sizes, par.context_comm))
-    x, kernel, _, routing = engine.transformer.hidden(
-        params,
-        par.row_part(batch["tokens"]),
-        par.row_part(batch["positions"]),
-        batch["segments"],
-        par,
-        engine.dtype,
-        attention=engine.attention,
-        remat=config.train.remat,
-        dropout_key=dropout_key,
-        rows=batch.get("rows"),
-    )
-    model = config.model
-    rules = LossRules(
-        model.vocab_size, model.logit_softcap, config.train.z_loss, config.train.loss_chunk
-    )
-    x = x.reshape(-1, x.shape[-1])
-    targets = par.row_part(batch["targets"])
-    loss = next_token_loss(x, kernel, targets.reshape(-1), rules, par)
-    objective = loss.objective
-    if routing is not None:
-        objective += auxiliary_loss(routing, targets, par)
-    return objective, (loss.nll, loss.tokens, routing)
-
-
-def pad_sequence(batch: Batch, multiple: int) -> Batch:
-    """Pad rows [B, T] to a multiple with segment 0 and no targets; `rows` [B] stay."""
-    length = batch["tokens"].shape[1]
-    pad = padded_length(length, multiple) - length
-    if not pad:
-        return batch
-    return {
-        k: x
-        if k == "rows"
-        else jnp.pad(x, ((0, 0), (0, pad)), constant_values=-1 if k == "targets" else 0)
-        for k, x in batch.items()
-    }
-
-
-def padded_length(length: int, multiple: int) -> int:
-    """Tokens of a row that `pad_sequence` has padded."""
-    return length + -length % multiple
 
 
 def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array], Any]:
@@ -150,39 +61,45 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
             # The rows go round rather than being sliced at the loop's index: XLA fuses such a slice
             # into the loops over what depends on it, attention's masks for one, and on CPU does not
             # vectorize those.
-            (acc, nll, count, ended, load), rows = carry
+            sums, ended, rows = carry
             grads, (nll_part, tokens, routing) = jax.grad(
                 partial(loss_sums, engine, par), has_aux=True
             )(weights, {k: x[0] for k, x in rows.items()}, key)
-            acc = accumulate.add(acc, grads, tokens)
+            acc = accumulate.add(sums.accumulated, grads, tokens)
             if timed:
                 # In the loop, whose end all that follows waits for.
                 last = turn == turns - 1
                 ended = jax.lax.cond(last, lambda: read_clock(acc.grads), lambda: ended)
-            sums = acc, nll + nll_part, count + tokens, ended, add_load(load, routing)
-            return sums, {k: jnp.roll(x, -1, 0) for k, x in rows.items()}
+            load = add_load(sums.load, routing)
+            sums = Sums(acc, sums.nll + nll_part, sums.tokens + tokens, load)
+            return sums, ended, {k: jnp.roll(x, -1, 0) for k, x in rows.items()}
 
         # The loss is equal on the devices of `model`, and typed so.
-        over_tokens = partial(par.varying, axes=TOKEN_AXES)
+        over_tokens = partial(par.varying, axes=LOSS_AXES)
         zero = accumulate.zeros_like_accumulated(weights)
         started: Any = read_clock(weights) if timed else None
-        sums: Any = (
+        ended = started
+        sums = Sums(
             zero._replace(grads=par.varying(zero.grads), weight=over_tokens(zero.weight)),
             over_tokens(jnp.float32(0)),
             over_tokens(jnp.int32(0)),
-            started,
-            par.varying(Load.zero(config.model)),
+            par.varying(Load.zero(config.model, par.size("stage"))),
         )
         for rows, turns in _loops(engine, batch):
-            sums, _ = jax.lax.fori_loop(0, turns, partial(micro_batch, turns), (sums, rows))
-        acc, nll, count, ended, load = sums
+            if par.size("stage") > 1:
+                sums = pipelined_sums(engine, par, weights, rows, turns, key, sums)
+            else:
+                start = sums, ended, rows
+                body = partial(micro_batch, turns)
+                sums, ended, _ = jax.lax.fori_loop(0, turns, body, start)
         seconds = par.list_examples(seconds_between(started, ended)) if timed else None
+        acc = sums.accumulated
         whole = accumulate.Accumulated(
             par.reduce_gradients(acc.grads, param_specs, gathered=once),
-            par.sum_tokens(acc.weight),
+            par.sum_losses(acc.weight),
         )
-        nll, count = par.sum_tokens(nll), par.sum_tokens(count)
-        return accumulate.mean(whole), nll, count, seconds, sum_load(load, par)
+        nll, tokens = par.sum_losses(sums.nll), par.sum_losses(sums.tokens)
+        return accumulate.mean(whole), nll, tokens, seconds, sum_load(sums.load, par)
 
     def gradients(params: Params, batch: Batch | Buckets, step: Array) -> Any:
         batch_specs = _batch_specs(engine, isinstance(batch, Buckets))
@@ -191,7 +108,7 @@ def make_gradients(engine: Engine) -> Callable[[Params, Batch | Buckets, Array],
             local,
             mesh=engine.mesh,
             in_specs=(param_specs, batch_specs, whole),
-            out_specs=(param_specs, whole, whole, whole, whole),
+            out_specs=(param_specs, whole, whole, whole, rules.spec(("layers",))),
         )
         return run(params, batch, step)
 
@@ -287,8 +204,12 @@ def make_eval_step(engine: Engine) -> jax.stages.Wrapped:
     )
 
     def local(params: Params, batch: Batch) -> tuple[Array, Array]:
-        _, (nll, tokens, _) = loss_sums(engine, par, par.varying(params), batch)
-        return par.sum_tokens(nll), par.sum_tokens(tokens)
+        params = par.varying(params)
+        if par.size("stage") > 1:
+            nll, tokens = pipelined_losses(engine, par, params, batch)
+        else:
+            _, (nll, tokens, _) = loss_sums(engine, par, params, batch)
+        return par.sum_losses(nll), par.sum_losses(tokens)
 
     spec = PartitionSpec()
     return jax.jit(

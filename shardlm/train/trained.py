@@ -11,8 +11,8 @@ from shardlm.mesh import make_mesh, simulate_devices
 from shardlm.mesh.axes import check_axes, check_model
 from shardlm.model.transformer import Params
 from shardlm.observe import RunDirectory
+from shardlm.train.engine import Engine
 from shardlm.train.setup import build_engine
-from shardlm.train.step import Engine
 from shardlm.validation import validate
 
 
@@ -89,5 +89,5 @@ def _engine(config: Config) -> Engine:
         simulate_devices(config.run.simulate_devices)
     mesh = make_mesh(config.mesh)
     # The batch of the training does not matter here.
-    check_model(config.model, mesh.shape, config.mesh.shard_params)
+    check_model(config.model, mesh.shape, config.mesh)
     return build_engine(config, mesh)

@@ -57,9 +57,9 @@ class Model:
         )
 
         def run(params, tokens, positions, segments):
-            x, head, *_ = transformer.hidden(
-                params, tokens, positions, segments, par, jnp.dtype("float32"), implementation
-            )
+            dtype = jnp.dtype("float32")
+            ctx = transformer.context(par, dtype, implementation, segments, positions)
+            x, head, *_ = transformer.hidden(params, tokens, positions, ctx)
             logits = capped_logits(x.reshape(B * T, -1), head, VOCAB, 0.0, par)
             return logits.reshape(B, T, -1)
 

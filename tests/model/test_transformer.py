@@ -172,9 +172,9 @@ class Reference:
 def run_logits(transformer, params, tokens, positions, segments, attention="xla", **options):
     """fp32 logits [B, T, V], and the caches when decoding."""
     model = transformer.model
-    x, head, caches, _ = transformer.hidden(
-        params, tokens, positions, segments, ALONE, FLOAT32, attention, **options
-    )
+    caches, remat = options.pop("caches", None), options.pop("remat", "none")
+    ctx = transformer.context(ALONE, FLOAT32, attention, segments, positions, **options)
+    x, head, caches, _ = transformer.hidden(params, tokens, positions, ctx, remat, caches)
     flat = x.reshape(-1, x.shape[-1])
     logits = capped_logits(flat, head, model.vocab_size, model.logit_softcap, ALONE)
     return logits.reshape(*x.shape[:2], -1), caches
@@ -266,7 +266,8 @@ def test_a_model_of_the_successor_has_no_loss(quick_jit):
     @quick_jit
     def mean_loss(params, tokens, targets):
         ones = jnp.ones_like(tokens)
-        x, head, *_ = transformer.hidden(params, tokens, ones, ones, ALONE, FLOAT32)
+        ctx = transformer.context(ALONE, FLOAT32, "xla", ones, ones)
+        x, head, *_ = transformer.hidden(params, tokens, ones, ctx)
         loss = next_token_loss(x[0], head, targets, LossRules(v), ALONE)
         return loss.nll / loss.tokens
 

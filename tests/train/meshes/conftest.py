@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from shardlm.config import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from shardlm.mesh import make_mesh
+from shardlm.mesh import AXES, make_mesh
+from shardlm.train.engine import Engine
 from shardlm.train.setup import build_engine, new_state
 from shardlm.train.state import State, shardings
-from shardlm.train.step import Engine, batch_sharding, make_train_step
+from shardlm.train.step import batch_sharding, make_train_step
 
 BATCH, LENGTH, VOCAB = 16, 19, 67
 
@@ -33,15 +34,18 @@ class Layout(NamedTuple):
     context: int = 1
     context_comm: str = "ring"
     expert: int = 1
+    stage: int = 1
+    stage_rounds: int = 1
 
     def __str__(self) -> str:
         sizes = [
             f"{axis}{getattr(self, axis)}"
-            for axis in ("replica", "data", "expert", "context", "model")
+            for axis in AXES
             if getattr(self, axis) > 1
         ]
         comm = [self.context_comm] if self.context > 1 else []
-        return "-".join([*sizes, *comm, self.shard_params, str(self.micro_batches)])
+        rounds = [f"rounds{self.stage_rounds}"] if self.stage_rounds > 1 else []
+        return "-".join([*sizes, *comm, *rounds, self.shard_params, str(self.micro_batches)])
 
 
 class Lab:
@@ -62,9 +66,11 @@ class Lab:
                 shard_params=layout.shard_params,
                 context=layout.context,
                 context_comm=layout.context_comm,
+                stage=layout.stage,
+                stage_rounds=layout.stage_rounds,
             ),
             model=ModelConfig(
-                layers=3,
+                layers=4,
                 embed=48,
                 heads=16,
                 kv_heads=8,
