@@ -284,6 +284,18 @@ class Parallel:
         return jax.tree.map(leaf, grads, specs)
 
 
+def after(x: Array, first: Array) -> Array:
+    """x, which nothing can be made of before `first` is known; NaN where that begins with NaN.
+
+    XLA on CPU runs what does not depend on each other at once, and keeps collectives in order, but
+    not those in a loop with those after it: some devices would wait in one and some in the other,
+    for ever (jax 0.10.2 and 0.12.0.1). A barrier does not help, since it is gone by then.
+    """
+    number = first[(0,) * first.ndim].astype(jnp.float32)
+    x = match_varying(x, number)
+    return jnp.where(jnp.isnan(match_varying(number, x)), jnp.nan, x).astype(x.dtype)
+
+
 def match_varying(x: Array, like: Array) -> Array:
     """`x` typed as varying on the mesh axes on which `like` varies; a loop's carry needs it."""
     return _vary(x, varying_axes(like))

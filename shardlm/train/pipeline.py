@@ -21,7 +21,7 @@ from jax import Array
 from shardlm.mesh.axes import LOSS_AXES
 from shardlm.model.loss import Loss, next_token_loss
 from shardlm.model.transformer import Params
-from shardlm.parallel.collectives import Parallel, match_varying
+from shardlm.parallel.collectives import Parallel, after, match_varying
 from shardlm.parallel.pipeline import Item, Schedule
 from shardlm.parallel.sequence import row_multiple
 from shardlm.train.engine import Batch, Engine
@@ -70,7 +70,10 @@ def pipelined_sums(
     flow = stage.begin(sums)
     flow = jax.lax.fori_loop(0, lag, stage.only_forward, flow)
     flow = jax.lax.fori_loop(lag, end, stage.both, flow)
-    return jax.lax.fori_loop(end, end + lag, stage.only_backward, flow).sums
+    flow = jax.lax.fori_loop(end, end + lag, stage.only_backward, flow)
+    # A loop of one turn is none to XLA. The losses do not vary over `model`.
+    last = par.max_model(flow.returned[0, 0, 0])
+    return jax.tree.map(lambda x: stage.after(x, last), flow.sums)
 
 
 def pipelined_losses(
@@ -90,13 +93,16 @@ def pipelined_losses(
         arrived, nll, tokens = carry
         y, _ = stage.forward(tick, arrived)
 
+        arrived = par.send_forward(y)
+        y = stage.after(y, arrived)
+
         def add() -> tuple[Array, Array]:
             loss = stage.loss(stage.tail, y, stage.part(stage.finished(tick)))
             return nll + loss.nll, tokens + loss.tokens
 
         ends = stage.ends(stage.finished(tick))
         nll, tokens = jax.lax.cond(ends, add, lambda: (nll, tokens))
-        return par.send_forward(y), nll, tokens
+        return arrived, nll, tokens
 
     nll, tokens = (
         par.varying(jnp.zeros((), dtype), LOSS_AXES) for dtype in (jnp.float32, jnp.int32)
@@ -153,6 +159,12 @@ class _Stage:
         shape = (rows, length, self.engine.config.model.embed)
         return par.varying(jnp.zeros(shape, self.engine.dtype))
 
+    def after(self, x: Array, first: Array) -> Array:
+        """x, on CPU not before `first`, see `shardlm.parallel.collectives.after`. Elsewhere the
+        compiler is free to send what the next tick needs while this one computes."""
+        on_cpu = self.engine.mesh.devices.flat[0].platform == "cpu"
+        return after(x, first) if on_cpu else x
+
     def begin(self, sums: Sums) -> Flow:
         """Before the first tick."""
         zeros = self.nothing()
@@ -165,9 +177,9 @@ class _Stage:
 
     def both(self, tick: Array, flow: Flow) -> Flow:
         y, flow = self._forward(tick, flow)
-        sums, d_y = self._loss(tick, y, flow.sums)
-        flow = flow._replace(arrived=self.par.send_forward(y), sums=sums)
-        return self._backward(tick, d_y, flow)
+        arrived = self.par.send_forward(y)
+        sums, d_y = self._loss(tick, self.after(y, arrived), flow.sums)
+        return self._backward(tick, d_y, flow._replace(arrived=arrived, sums=sums))
 
     def only_backward(self, tick: Array, flow: Flow) -> Flow:
         return self._backward(tick, self.nothing(), flow)
@@ -249,6 +261,7 @@ class _Stage:
         last = (self.index == schedule.stages - 1) & (item.round == schedule.rounds - 1)
         d_y = jnp.where(item.valid, jnp.where(last, d_y, flow.returned), 0)
         x = jax.lax.dynamic_index_in_dim(flow.kept, item.number % schedule.kept, keepdims=False)
+        x = self.after(x, d_y)
         params = transformer.take_run(self.weights["layers"], item.round)
         numbers = transformer.run_numbers(item.round, par)
 
@@ -264,9 +277,10 @@ class _Stage:
             lambda a: match_varying(item.valid.astype(a.dtype), a), auxiliary
         )
         d_params, d_x = back((d_y, d_auxiliary))
+        returned = par.send_backward(d_x)
         sums = self._add_run(flow.sums, item, d_params, load)
-        sums = self._add_embedding(tick, d_x, sums)
-        return flow._replace(returned=par.send_backward(d_x), sums=sums)
+        sums = self._add_embedding(tick, self.after(d_x, returned), sums)
+        return flow._replace(returned=returned, sums=sums)
 
     def _add_run(self, sums: Sums, item: Item, grads: Params, load: Load | None) -> Sums:
         """Sums with the gradients, and the load, of a run of layers."""
