@@ -89,7 +89,7 @@ def _decode(engine: Engine, sampling: Sampling) -> Any:
             ctx = engine.transformer.context(
                 par,
                 engine.dtype,
-                engine.attention,
+                "xla",
                 segments,
                 positions,
                 kv_segments=kv_segments,

@@ -44,7 +44,7 @@ from shardlm.train.resume import find_position, has_evaluation, write_config
 from shardlm.train.setup import build_engine, build_mesh, check_memory, new_state, resolve_vocab
 from shardlm.train.signals import StopRequest
 from shardlm.train.start import Start
-from shardlm.train.state import State
+from shardlm.train.state import State, in_layer_order, in_stage_order
 from shardlm.train.step import batch_sharding, make_train_step
 from shardlm.words import many
 
@@ -180,7 +180,8 @@ class _Run:
 
     def _state(self, first: int) -> State:
         if first:
-            return self.store.restore(first, self.engine.abstract)
+            state = self.store.restore(first, self.engine.abstract)
+            return in_stage_order(state, self.engine.transformer)
         return new_state(self.engine)
 
     def _compile(self, first: int) -> Any:
@@ -345,6 +346,7 @@ class _Run:
                 "account": self.account.to_json(),
                 "speeds": train.speeds.to_json() if train.dynamic else None,
             }
+            state = in_layer_order(state, self.engine.transformer)
             self.store.save(step, state, metadata, wait=last)
         except SaveError as error:
             if last:

@@ -4,6 +4,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -17,7 +18,7 @@ class State(TypedDict):
     """Everything that an update changes; a plain tree of arrays."""
 
     params: Params
-    """fp32 masters."""
+    """fp32 masters; layers in the order of their stages (`Transformer.order`)."""
     opt: Any
     """State of the optax transformation."""
     step: Array
@@ -72,6 +73,31 @@ def abstract_state(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree_util.tree_map_with_path(place, shapes)
+
+
+def in_layer_order(tree: Any, transformer: Transformer) -> Any:
+    """A state, or part of one, with the layers in their order, as checkpoints hold them: a run on
+    other stages can go on from them. The arrays of `tree` stay."""
+    return _reorder(tree, np.argsort(transformer.order))
+
+
+def in_stage_order(tree: Any, transformer: Transformer) -> Any:
+    """The opposite of `in_layer_order`."""
+    return _reorder(tree, transformer.order)
+
+
+def _reorder(tree: Any, order: np.ndarray) -> Any:
+    if (order == np.arange(len(order))).all():
+        return tree
+
+    def reorder(tree: Any) -> Any:
+        def leaf(path: Any, x: Array) -> Array:
+            stacked = "layers" in _names(path) and x.shape[:1] == order.shape
+            return x[order] if stacked else x
+
+        return jax.tree_util.tree_map_with_path(leaf, tree)
+
+    return jax.jit(reorder, out_shardings=shardings(tree))(tree)
 
 
 def shardings(tree: Any) -> Any:

@@ -13,6 +13,7 @@ from shardlm.model.transformer import Params
 from shardlm.observe import RunDirectory
 from shardlm.train.engine import Engine
 from shardlm.train.setup import build_engine
+from shardlm.train.state import in_stage_order
 from shardlm.validation import validate
 
 
@@ -65,6 +66,7 @@ def open_trained(run_dir: str, changes: Mapping[str, Any], step: int | None = No
             params = store.restore(chosen, {"params": engine.abstract["params"]}, partial=True)[
                 "params"
             ]
+            params = in_stage_order(params, engine.transformer)
             return Trained(engine, params, tokenizer, chosen, store.metadata(chosen))
         except CheckpointError:
             # A run that is training removes old checkpoints.
