@@ -315,6 +315,7 @@ class Transformer:
             x, caches = carry
             turn, stage = i // stages, i % stages
             part, kept = self.take_run((params, caches), turn)
+            x = par.varying(x, ("stage",))
             x, new, _ = self.layers(part, self.run_numbers(turn, par), x, ctx, "none", kept)
             mine = par.index("stage") == stage
             if caches is not None:
@@ -322,7 +323,6 @@ class Transformer:
                 caches = self.put_run(caches, new, turn)
             return par.from_stage(x, stage), caches
 
-        x = par.varying(x, ("stage",))
         return jax.lax.fori_loop(0, self.schedule.runs, run, (x, caches))
 
     def layers(

@@ -156,9 +156,8 @@ class Parallel:
         return jax.lax.psum_scatter(x, "stage", scatter_dimension=0, tiled=True)
 
     def from_stage(self, x: Array, stage: Array | int) -> Array:
-        """What one device of `stage` has, on all of them."""
-        x = jax.lax.psum(jnp.where(self.index("stage") == stage, x, 0), "stage")
-        return _vary(x, {"stage"})
+        """What one device of `stage` has; equal, and typed so, on all of them."""
+        return jax.lax.psum(jnp.where(self.index("stage") == stage, x, 0), "stage")
 
     def unshard(self, state: Any, dtype: jnp.dtype) -> Any:
         """Weights (an NNX state) cast for computing and whole over `data`.
