@@ -1,6 +1,7 @@
 """The decoder-only transformer: embedding, a scan over stacked layers, final norm, head.
 
-Shapes: B batch, T length, D embed, V vocabulary, L layers. All arrays are one device's part.
+Shapes: B batch, T length (t: of this device of `context`, s: of this one of `model` too, between the
+matrices), D embed, V vocabulary, L layers. All arrays are one device's part.
 """
 
 import math
@@ -174,7 +175,7 @@ class Transformer:
 
     def embed(
         self, params: Params, tokens: Int[Array, "B t"], positions: Int[Array, "B t"], ctx: Context
-    ) -> Float[Array, "B t/model D"]:
+    ) -> Float[Array, "B s D"]:
         """What goes into the first layer."""
         embed = self._module("embed", params["embed"], ctx.par, ctx.dtype)
         return self._embed(embed, tokens, positions, ctx)
@@ -188,7 +189,7 @@ class Transformer:
     def output(
         self,
         params: Params,
-        x: Float[Array, "B t/model D"],
+        x: Float[Array, "B s D"],
         ctx: Context,
         embed: Embed | None = None,
     ) -> tuple[Float[Array, "B t D"], Float[Array, "D V"]]:
@@ -329,7 +330,7 @@ class Transformer:
         self,
         params: Params,
         numbers: Int[Array, "L"],
-        x: Float[Array, "B t/model D"],
+        x: Float[Array, "B s D"],
         ctx: Context,
         remat: str = "none",
         caches: Cache | None = None,

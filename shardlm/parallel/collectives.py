@@ -140,15 +140,19 @@ class Parallel:
         """[B, T, H/context, K] to [B, T/context, H, K]; backward `to_heads`."""
         return jax.lax.all_to_all(x, "context", split_axis=1, concat_axis=2, tiled=True)
 
-    def send_forward(self, x: Array) -> Array:
-        """What the device before this one on `stage` has; to the first comes the last's."""
+    def send_forward(self, x: Array, round_again: bool) -> Array:
+        """What the device before this one on `stage` has; to the first comes the last's if it goes
+        round again, and else zeros."""
         n = self.size("stage")
-        return jax.lax.ppermute(x, "stage", [(i, (i + 1) % n) for i in range(n)])
+        to = [(i, (i + 1) % n) for i in range(n if round_again else n - 1)]
+        return jax.lax.ppermute(x, "stage", to)
 
-    def send_backward(self, x: Array) -> Array:
-        """What the device after this one on `stage` has; to the last comes the first's."""
+    def send_backward(self, x: Array, round_again: bool) -> Array:
+        """What the device after this one on `stage` has; to the last comes the first's, or zeros,
+        as with `send_forward`."""
         n = self.size("stage")
-        return jax.lax.ppermute(x, "stage", [((i + 1) % n, i) for i in range(n)])
+        to = [((i + 1) % n, i) for i in range(n if round_again else n - 1)]
+        return jax.lax.ppermute(x, "stage", to)
 
     def share_tokens(self, x: Array) -> Array:
         """Rows [N, D] of the last device of `stage`, dealt to all of them: [N/stage, D]."""

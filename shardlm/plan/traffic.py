@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlm.config import Config, ConfigError
 from shardlm.mesh import AxisRules
-from shardlm.mesh.axes import AXES, batch_ways
+from shardlm.mesh.axes import AXES, batch_ways, stage_rounds
 from shardlm.model.transformer import Transformer
 from shardlm.parallel.collectives import weight_dtype
 
@@ -108,6 +108,15 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
       all-gathers and 4 reduce-scatters (Korthikanti et al., arXiv 2205.05198), the split
       embedding and head together 2 and 2. Without recomputation (`train.remat: none`). The
       statistics of the loss (6 numbers a token) and the gradients of norm scales come on top.
+    - `stage`: as `replica` of what is outside the layers, and for each micro-batch, of a =
+      (tokens of a device's micro-batch)·embed·b, 2a for a device between two others, in each round,
+      without the factor, and 2a where the loss is dealt to all devices.
+
+    With stages a device has layers/N of the layers, and what is sent forward in them is sent again
+    before they are taken backward, since they are run again (`shardlm.parallel.pipeline`): of
+    weights 3b in place of 2b, over `expert` 6 for 4, `context` 6b for 4b, `model` 12 for 8. The
+    loss, and what the head gathers over `model`, is of 1/N of the tokens. What devices compute and
+    send in idle ticks, a share of `Schedule.bubble`, comes on top.
 
     Leaves that `data` does not divide (see `AxisRules.for_model`) count as replicated.
 
@@ -128,14 +137,17 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     rules = AxisRules.for_model(sizes, model, config.mesh.shard_params)
     transformer = Transformer(model, config.data.length)
     micro_batches = config.micro_batches
-    size = {axis: sizes.get(axis, 1) for axis in AXES if axis != "stage"}
-    data = replica = expert = 0.0
+    size = {axis: sizes.get(axis, 1) for axis in AXES}
+    stages, layers = size["stage"], model.layers / size["stage"]
+    # Of what layers send: forward, perhaps forward again, and backward.
+    forward = 2 if stages > 1 else 1
+    data = replica = expert = stage = 0.0
     leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract())
     dims = jax.tree.leaves(transformer.dims, is_leaf=lambda x: isinstance(x, tuple))
     for (path, leaf), names in zip(leaves, dims, strict=True):
         axes = [a for dim, n in zip(names, leaf.shape, strict=True) for a in rules.axes(dim, n)]
         count = math.prod(leaf.shape) / math.prod(
-            size[axis] for axis in ("expert", "model") if axis in axes
+            size[axis] for axis in ("stage", "expert", "model") if axis in axes
         )
         weight = weight_dtype(dtype, path).itemsize
         if "data" not in axes:
@@ -143,28 +155,34 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
         elif config.mesh.shard_params == "optimizer":
             data += (weight + 4) * count
         else:
-            gathers = 2 * micro_batches if path[0].key == "layers" else 1
+            gathers = (forward + 1) * micro_batches if path[0].key == "layers" else 1
             data += (gathers * weight + 4 * micro_batches) * count
         stored = count / (size["data"] if "data" in axes else 1)
         replica += 8 * stored
         expert += 0 if "expert" in axes else 8 * stored
+        stage += 0 if "stage" in axes else 8 * stored
     tokens = config.micro_batch * config.data.length / batch_ways(size)
     heads, kv = (n * model.k_dim / size["model"] for n in (model.heads, model.kv))
     if config.mesh.context_comm == "ulysses":
-        attention = 4 * dtype.itemsize * (heads + kv) / size["context"]
+        attention = 2 * (forward + 1) * dtype.itemsize * (heads + kv) / size["context"]
     else:
-        attention = (4 * dtype.itemsize + 8) * kv
+        attention = (2 * (forward + 1) * dtype.itemsize + 8) * kv
     activations = micro_batches * tokens / size["context"] * model.embed * dtype.itemsize
-    expert += 4 * model.layers * model.moe.top_k * activations
+    expert += 2 * (forward + 1) * layers * model.moe.top_k * activations
     whole = {
         "replica": replica,
         "data": data,
         "expert": expert,
         # Gradients of what a device stores, as over `replica`.
-        "context": replica + micro_batches * model.layers * tokens * attention,
-        "model": (8 * model.layers + 4) * activations,
+        "context": replica + micro_batches * layers * tokens * attention,
+        "model": (4 * (forward + 1) * layers + 2 + 2 / stages) * activations,
+        "stage": stage + 2 * activations / size["model"],
     }
-    return {axis: _ring(n) * whole[axis] for axis, n in size.items() if n > 1}
+    least = {axis: _ring(n) * whole[axis] for axis, n in size.items() if n > 1}
+    if stages > 1:
+        rounds = stage_rounds(config.mesh, size)
+        least["stage"] += 2 * rounds * activations / size["model"]
+    return least
 
 
 def _ring(n: int) -> float:

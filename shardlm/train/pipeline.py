@@ -93,7 +93,7 @@ def pipelined_losses(
         arrived, nll, tokens = carry
         y, _ = stage.forward(tick, arrived)
 
-        arrived = par.send_forward(y)
+        arrived = par.send_forward(y, schedule.rounds > 1)
         y = stage.after(y, arrived)
 
         def add() -> tuple[Array, Array]:
@@ -173,11 +173,11 @@ class _Stage:
 
     def only_forward(self, tick: Array, flow: Flow) -> Flow:
         y, flow = self._forward(tick, flow)
-        return flow._replace(arrived=self.par.send_forward(y))
+        return flow._replace(arrived=self.par.send_forward(y, self.schedule.rounds > 1))
 
     def both(self, tick: Array, flow: Flow) -> Flow:
         y, flow = self._forward(tick, flow)
-        arrived = self.par.send_forward(y)
+        arrived = self.par.send_forward(y, self.schedule.rounds > 1)
         sums, d_y = self._loss(tick, self.after(y, arrived), flow.sums)
         return self._backward(tick, d_y, flow._replace(arrived=arrived, sums=sums))
 
@@ -277,7 +277,7 @@ class _Stage:
             lambda a: match_varying(item.valid.astype(a.dtype), a), auxiliary
         )
         d_params, d_x = back((d_y, d_auxiliary))
-        returned = par.send_backward(d_x)
+        returned = par.send_backward(d_x, schedule.rounds > 1)
         sums = self._add_run(flow.sums, item, d_params, load)
         sums = self._add_embedding(tick, self.after(d_x, returned), sums)
         return flow._replace(returned=returned, sums=sums)

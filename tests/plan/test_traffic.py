@@ -40,10 +40,13 @@ class Case(NamedTuple):
     comm: str = "ring"
     expert: int = 1
     mixture: MoeConfig = MoeConfig()
+    stage: int = 1
+    rounds: int = 1
 
     def __str__(self):
         sizes = f"{self.replica}-{self.data}-{self.expert}-{self.context}-{self.model}"
         sizes += f"-{self.comm}" * (self.context > 1)
+        sizes += f"-{self.stage}x{self.rounds}" * (self.stage > 1)
         kind = ("" if self.mixture.capacity_factor else "-dropless") * (self.mixture.experts > 0)
         return f"{sizes}-{self.shard_params}-{self.micro_batches}{kind}"
 
@@ -64,6 +67,8 @@ CASES = [
     Case(1, 1, 1, "all", 3, expert=4, mixture=MIXTURE),
     Case(1, 2, 2, "all", 1, expert=2, mixture=MIXTURE),
     Case(1, 2, 1, "all", 1, expert=2, mixture=DROPLESS),
+    Case(1, 2, 2, "all", 48, stage=2),
+    Case(1, 1, 1, "all", 64, stage=4),
 ]
 LONG = [
     *(Case(1, 8, 1, how, 1) for how in ("none", "optimizer", "all")),
@@ -80,6 +85,11 @@ LONG = [
     Case(1, 2, 1, "optimizer", 3, expert=4, mixture=MIXTURE),
     Case(2, 2, 1, "all", 1, expert=2, mixture=MIXTURE),
     Case(1, 1, 2, "none", 1, expert=4, mixture=MIXTURE),
+    Case(1, 2, 1, "optimizer", 48, stage=2, rounds=2),
+    Case(1, 1, 1, "all", 48, 2, stage=2),
+    Case(1, 1, 1, "all", 48, 2, "ulysses", stage=2),
+    Case(1, 1, 1, "all", 48, expert=2, mixture=MIXTURE, stage=2),
+    Case(2, 1, 1, "none", 64, stage=4),
 ]
 
 
@@ -93,9 +103,11 @@ def config_of(case):
             model=case.model,
             shard_params=case.shard_params,
             context_comm=case.comm,
+            stage=case.stage,
+            stage_rounds=case.rounds,
         ),
         model=ModelConfig(
-            layers=3,
+            layers=3 if case.stage == 1 else 4,
             embed=128,
             heads=8,
             kv_heads=4,
@@ -183,6 +195,7 @@ def test_nothing_else_is_sent(case):
         "expert": {"all-reduce"} | tokens_to_experts,
         "context": {"all-reduce", *keys[case.comm]},
         "model": EXCHANGES,
+        "stage": {"all-reduce", "collective-permute"} | EXCHANGES,
     }
     beside = [c for c in sent if any(c.kind not in budget[axis] for axis in c.axes)]
     listing = "\n".join(map(str, beside))

@@ -38,11 +38,7 @@ class Layout(NamedTuple):
     stage_rounds: int = 1
 
     def __str__(self) -> str:
-        sizes = [
-            f"{axis}{getattr(self, axis)}"
-            for axis in AXES
-            if getattr(self, axis) > 1
-        ]
+        sizes = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
         comm = [self.context_comm] if self.context > 1 else []
         rounds = [f"rounds{self.stage_rounds}"] if self.stage_rounds > 1 else []
         return "-".join([*sizes, *comm, *rounds, self.shard_params, str(self.micro_batches)])
