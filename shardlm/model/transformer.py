@@ -1,7 +1,7 @@
 """The decoder-only transformer: embedding, a scan over stacked layers, final norm, head.
 
-Shapes: B batch, T length (t: of this device of `context`, s: of this one of `model` too, between the
-matrices), D embed, V vocabulary, L layers. All arrays are one device's part.
+Shapes: B batch, T length (t: of this device of `context`, s: of this device of `model` too, between
+the matrices), D embed, V vocabulary, L layers. All arrays are one device's part.
 """
 
 import math

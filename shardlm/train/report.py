@@ -44,6 +44,16 @@ def describe(engine: Engine, data: Data) -> str:
             )
         ),
     ]
+    schedule = engine.transformer.schedule
+    if schedule.stages > 1:
+        # Of several lengths each has its own loop; how many turns it has is known with the batch.
+        bubble = schedule.bubble(config.micro_batches)
+        rounds = f" in {many(schedule.rounds, 'round')}" * (schedule.rounds > 1)
+        each = config.model.layers // schedule.stages
+        lines.append(
+            f"stages      {schedule.stages} of {many(each, 'layer')}"
+            f"{rounds}: {bubble:.1%} idle with {many(config.micro_batches, 'micro-batch', 'es')}"
+        )
     if len(data.train.shapes) > 1:
         shapes = ", or ".join(map(str, data.train.shapes))
         lines.append(f"a micro-batch is {shapes}: {len(data.train.shapes)} shapes, compiled once")

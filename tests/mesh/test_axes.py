@@ -37,7 +37,6 @@ def test_sizes():
         ({"model": -1}, 8, r"mesh\.data and mesh\.model are both -1"),
         ({"model": 0}, 8, r"mesh\.model is 0: it must be at least 1, or -1"),
         ({"data": -2}, 8, r"mesh\.data is -2"),
-        ({"stage": 2}, 8, r"mesh\.stage is 2: a size above 1 is not supported yet"),
     ],
 )
 def test_refused_sizes(sizes, devices, message):

@@ -163,6 +163,15 @@ def test_bytes_are_the_least_possible(case):
     """The minimum is exact but for sums, so that less is a fault of the count."""
     config = config_of(case)
     sent, mesh, listing = counted(config)
+    if case.rounds > 1:
+        # What is in a conditional counts as if it were taken in each turn of the loop around it:
+        # the loss, which comes once a micro-batch.
+        sent = [
+            dataclasses.replace(c, bytes=c.bytes * case.micro_batches / c.count)
+            if "/cond/" in c.op_name and c.axes == ("stage",)
+            else c
+            for c in sent
+        ]
     total, least = bytes_by_axis(sent), minimum_bytes(config, mesh.shape)
     assert total.keys() == least.keys(), listing
     limits = {axis: 1.10 if axis == "model" else 1.05 for axis in total}
