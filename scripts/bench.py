@@ -1,4 +1,4 @@
-"""Measure the engine: `python scripts/bench.py step` or `data`."""
+"""Measure the engine: `python scripts/bench.py step`, `data` or `stages`."""
 
 from shardlm.cli import bench, leave, run
 

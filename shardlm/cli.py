@@ -147,6 +147,10 @@ def bench(argv: Sequence[str]) -> int:
         from shardlm.bench.step import bench_step
 
         figures = bench_step(options)
+    elif options.name == "stages":
+        from shardlm.bench.stages import bench_stages
+
+        figures = bench_stages(options)
     else:
         from shardlm.bench.data import bench_data
 

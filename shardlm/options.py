@@ -72,6 +72,7 @@ class PrepareOptions:
 BENCHES = {
     "step": ("bytes", "micro_batches", "vocabulary_32k"),
     "data": ("loader", "prepare", "balance", "waiting", "opening"),
+    "stages": ("stage_4", "stage_4_rounds_2", "stage_2"),
 }
 """The parts of each benchmark."""
 
@@ -90,8 +91,9 @@ class DescribeOptions:
 class BenchOptions:
     """What to measure."""
 
-    name: Literal["step", "data"]
-    """step: the update against one written by hand, on one device; data: what feeds it."""
+    name: Literal["step", "data", "stages"]
+    """step: the update against one written by hand, on one device; data: what feeds it; stages: how
+    long they are idle, against the formula."""
     rounds: int = 10
     """How often what is timed is repeated; what takes long, a third as often."""
     every: bool = False
@@ -99,7 +101,7 @@ class BenchOptions:
     time)."""
     only: str = "all"
     """One part. Of step: bytes, micro_batches, vocabulary_32k; of data: loader, prepare, balance,
-    waiting, opening."""
+    waiting, opening; of stages: stage_4, stage_4_rounds_2, stage_2."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.rounds < 2**31:

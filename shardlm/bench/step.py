@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from shardlm.bench.reference import Form, Shape, forms, make_step, nearest_forms
 from shardlm.bench.report import Say, Table
@@ -16,7 +17,7 @@ from shardlm.config import Config, DataConfig, MeshConfig, ModelConfig, OptimCon
 from shardlm.mesh import make_mesh
 from shardlm.options import BenchOptions
 from shardlm.train.setup import build_engine, new_state
-from shardlm.train.step import make_train_step
+from shardlm.train.step import batch_sharding, make_train_step
 
 WORKLOADS = {
     "bytes": Shape(),
@@ -60,7 +61,7 @@ def hand_written(shape: Shape, form: Form) -> Runner:
     """The reference in one form."""
     started = time.perf_counter()
     step, state = make_step(shape, form)
-    tokens = _tokens(shape)
+    tokens = random_tokens(shape.batch, shape.length)
     batch = tokens[:, :-1], tokens[:, 1:]
     return Runner(str(form), step.lower(state, *batch).compile(), state, batch, started)
 
@@ -68,18 +69,24 @@ def hand_written(shape: Shape, form: Form) -> Runner:
 def engine(shape: Shape, dtype: str) -> Runner:
     """The engine on one device, with everything it does beside the reference's work: packed
     documents, clipping, the guard, exact token counts."""
-    started = time.perf_counter()
     config = engine_config(shape, dtype)
-    parts = build_engine(config, make_mesh(config.mesh, jax.devices()[:1]))
-    tokens = _tokens(shape)
+    return run_engine(config, make_mesh(config.mesh, jax.devices()[:1]))
+
+
+def run_engine(config: Config, mesh: Mesh) -> Runner:
+    """The engine on a mesh, with random tokens."""
+    started = time.perf_counter()
+    parts = build_engine(config, mesh)
+    tokens = random_tokens(config.batch, config.data.length)
     ones = jnp.ones_like(tokens[:, :-1])
     batch = {
         "tokens": tokens[:, :-1],
         "targets": tokens[:, 1:],
         "segments": ones,
         "positions": jnp.cumsum(ones, 1) - 1,
-        "rows": jnp.arange(shape.batch),
+        "rows": jnp.arange(config.batch),
     }
+    batch = jax.device_put(batch, batch_sharding(parts))
     compiled = make_train_step(parts).lower(parts.abstract, batch).compile()
     return Runner(f"engine {parts.dtype}", compiled, new_state(parts), (batch,), started)
 
@@ -105,8 +112,9 @@ def engine_config(shape: Shape, dtype: str) -> Config:
     )
 
 
-def _tokens(shape: Shape) -> jax.Array:
-    values = np.random.default_rng(0).integers(0, 256, (shape.batch, shape.length + 1))
+def random_tokens(rows: int, length: int) -> jax.Array:
+    """Bytes, int32 [rows, length + 1]."""
+    values = np.random.default_rng(0).integers(0, 256, (rows, length + 1))
     return jnp.asarray(values, jnp.int32)
 
 
