@@ -62,7 +62,7 @@ CONFIGURATION = {
     "--mesh.data 1 --mesh.model 8": ["model.heads is 4 and mesh.model is 8", "8 would do"],
     "--mesh.data 16": ["asks for 16 devices (data 16) and there are 8"],
     "--mesh.data -1 --mesh.model -1": ["only one may be"],
-    "--mesh.stage 2": ["mesh.stage is 2: a size above 1 is not supported yet"],
+    "--mesh.stage 2": ["model.layers is 1 and mesh.stage is 2: 2 does not divide 1"],
     "--run.simulate_devices 4": ["JAX is already running with 8 cpu devices"],
     "--eval.sample_tokens 9 --data.tokenizer characters --eval.prompt X": ["eval.prompt is 'X'"],
     "--model.vocab 99": ["model.vocab is 99", "has 257 ids"],

@@ -174,16 +174,17 @@ def _check_stages(model: ModelConfig, stages: int, rounds: int) -> None:
     runs = stages * rounds
     named = f"mesh.stage is {stages}" + (f" with mesh.stage_rounds {rounds}" * (rounds > 1))
     if model.layers % runs:
+        would = f"model.layers {nearest_divisible(model.layers, runs)} would do"
+        if model.layers % rounds == 0:
+            would += f", or mesh.stage {nearest_divisor(model.layers // rounds, stages)}"
         raise ConfigError(
             f"model.layers is {model.layers} and {named}: {runs} does not divide {model.layers}, "
-            "and all runs of layers are equally long (model.layers "
-            f"{nearest_divisible(model.layers, runs)} would do, or mesh.stage "
-            f"{nearest_divisor(model.layers // rounds, stages) if model.layers >= rounds else 1})"
+            f"and all runs of layers are equally long ({would})"
         )
     pattern = len(model.windows)
-    if (model.layers // runs) % pattern:
+    if model.layers // runs % pattern:
         raise ConfigError(
             f"model.windows names {pattern} windows, in turn, and {named} makes runs of "
-            f"{model.layers // runs} layers: each must begin with the first window, so {pattern} "
-            f"must divide their length"
+            f"{model.layers // runs} layers: each run begins with the first window, so {pattern} "
+            "must divide its length"
         )

@@ -123,6 +123,49 @@ def test_what_context_cannot_do(mesh, model, message):
         check_sizes(config, dict.fromkeys(AXES, 1) | {"context": 8, "model": 2})
 
 
+@pytest.mark.parametrize(
+    "mesh, model, message",
+    [
+        (
+            {},
+            {"layers": 6},
+            r"model\.layers is 6 and mesh\.stage is 4: 4 does not divide 6, and .*\(model\.layers "
+            r"4 or 8 would do, or mesh\.stage 3\)",
+        ),
+        (
+            {"stage_rounds": 3},
+            {"layers": 8},
+            r"layers is 8 and mesh\.stage is 4 with mesh\.stage_rounds 3: 12 does .* 12 would do\)",
+        ),
+        (
+            {},
+            {"layers": 12, "windows": (3, 0)},
+            r"model\.windows names 2 windows, in turn, and mesh\.stage is 4 makes runs of 3 layers",
+        ),
+    ],
+)
+def test_what_stages_cannot_split(mesh, model, message):
+    config = Config(
+        mesh=MeshConfig(**mesh),
+        model=dataclasses.replace(MODEL, **model),
+        train=TrainConfig(batch=16),
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_sizes(config, dict.fromkeys(AXES, 1) | {"stage": 4})
+
+
+@pytest.mark.parametrize("axis", ["stage", "expert"])
+def test_dynamic_balance_is_refused_where_devices_go_in_step(axis):
+    config = Config(
+        mesh=MeshConfig(shard_params="none"),
+        model=dataclasses.replace(MODEL, moe=MoeConfig(8)),
+        data=DataConfig(balance="dynamic"),
+        train=TrainConfig(batch=16),
+    )
+    with pytest.raises(ConfigError, match=rf"data\.balance is dynamic and mesh\.{axis} 2, over"):
+        check_sizes(config, dict.fromkeys(AXES, 1) | {axis: 2})
+
+
 def test_a_batch_of_tokens_is_spoken_of_in_tokens():
     data = DataConfig(length=16, batch_tokens=12 * 16)
     with pytest.raises(

@@ -1,8 +1,10 @@
 """A run that was killed, stopped, moved to another mesh, changed or finished, and started again."""
 
 import json
+import shutil
 import signal
 
+import numpy as np
 import pytest
 
 from shardlm import cli
@@ -84,6 +86,25 @@ def test_another_mesh_has_the_same_leaves_and_next_loss(runs, finished, tmp_path
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     config = RunDirectory(there).read_config()
     assert (config.mesh.data, config.mesh.model, config.train.steps) == (3, 2, 7)
+
+
+def test_layers_of_stages_are_saved_in_their_order(runs, tmp_path):
+    """Saved on 2 stages in 2 rounds, which hold layers 0, 2, 1, 3: goes on there to the bit, and on
+    one stage as there."""
+    deep = "--model.layers 4 --train.micro_batch 6"
+    stages = f"{deep} --mesh.stage 2 --mesh.stage_rounds 2"
+    straight, stopped, moved = (tmp_path / name for name in ("straight", "stopped", "moved"))
+    assert runs.train(straight, f"{stages} --train.steps 8") == 0
+    assert runs.train(stopped, f"{stages} --train.steps 6") == 0
+    shutil.copytree(stopped, moved)
+    assert runs.train(stopped, f"{stages} --train.steps 8") == 0
+    same_state(runs.state(stopped, 8), runs.state(straight, 8))
+    assert runs.train(moved, f"{deep} --mesh.model 2 --train.steps 8") == 0
+    losses = [[f["loss"] for f in runs.figures(run)[-3:-1]] for run in (straight, moved)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    there = runs.state(moved, 8)
+    for name, leaf in runs.state(straight, 8).items():
+        np.testing.assert_allclose(there[name], leaf, rtol=0, atol=1e-5, err_msg=name)
 
 
 def test_more_steps_are_those_of_a_longer_run(runs, finished, tmp_path, capsys):
