@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlm.mesh.pictures import picture_sharding
 from shardlm.mesh.rules import AxisRules
 
 
@@ -62,7 +63,8 @@ def describe_sharding(tree: Any) -> str:
     """A table of a tree of arrays (or `ShapeDtypeStruct`s with shardings).
 
     One line a leaf: its path, global shape and dtype, the axes that split each dimension (`-`: not
-    split), and the bytes that one device holds; then the sum.
+    split), and the bytes that one device holds; then the sum. Below, of the largest leaf that is
+    split over most axes, which devices hold which part.
     """
     rows = [("leaf", "shape", "dtype", "axes", "bytes a device")]
     total = 0
@@ -72,9 +74,7 @@ def describe_sharding(tree: Any) -> str:
         axes = ["-" if e is None else e if isinstance(e, str) else "+".join(e) for e in entries]
         size = bytes_per_device(leaf)
         total += size
-        name = ".".join(
-            str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path
-        )
+        name = _dotted(path)
         shape = " x ".join(map(str, leaf.shape)) or "scalar"
         if not any(e is not None for e in entries):
             axes = ["whole"]
@@ -85,4 +85,24 @@ def describe_sharding(tree: Any) -> str:
     for row in rows:
         cells = [row[i].ljust(widths[i]) for i in range(4)] + [row[4].rjust(widths[4])]
         lines.append("  ".join(cells).rstrip())
+    most = max(
+        jax.tree_util.tree_leaves_with_path(tree),
+        key=lambda item: (len(_axes_of(item[1])), bytes_per_device(item[1])),
+    )
+    if _axes_of(most[1]):
+        lines += ["", f"devices that hold each part of {_dotted(most[0])}:"]
+        lines.append(picture_sharding(most[1]))
     return "\n".join(lines)
+
+
+def _axes_of(leaf: Any) -> list[str]:
+    """Axes of more than one device that split an array."""
+    if not isinstance(leaf.sharding, NamedSharding):
+        return []
+    entries = (e if isinstance(e, tuple) else (e,) for e in leaf.sharding.spec if e is not None)
+    return [a for entry in entries for a in entry if leaf.sharding.mesh.shape[a] > 1]
+
+
+def _dotted(path: Any) -> str:
+    """A path of `jax.tree_util` keys as "layers.attn.q"."""
+    return ".".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)

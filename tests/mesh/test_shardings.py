@@ -120,7 +120,8 @@ def test_description():
         dims,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    rows = [line.split() for line in describe_sharding(tree).splitlines()]
+    text, picture = describe_sharding(tree).split("\n\n")
+    rows = [line.split() for line in text.splitlines()]
     assert rows[0] == "leaf shape dtype axes bytes a device".split()
     table = {row[0]: row[1:] for row in rows[1:]}
     assert table["embed.table"] == "72 x 48 float32 model, data 1,728".split()
@@ -129,5 +130,10 @@ def test_description():
     assert table["step"] == "scalar float32 whole 4".split()
     assert table["all"] == "3 float32 whole 12".split()
     assert table["sum"] == [f"{1728 + 48 + 384 + 4 + 12:,}"]
+    lines = picture.splitlines()
+    assert lines[0].split()[-1] == "embed.table:"
+    # data 4 x model 2: neighbours along model, of which there are pairs, are one apart.
+    assert [line.split()[-4:] for line in lines[2:]] == [list("0246"), list("1357")]
+    assert lines[2].startswith("0:36, :")
     # The same of arrays, and of arrays that are nowhere in particular.
     assert "whole" in describe_sharding({"x": np.float32(1) * jax.numpy.ones(3)})
