@@ -99,14 +99,14 @@ class Lab:
         return Compiled(Lab.engine(config))
 
     @staticmethod
-    def batch(seed: int) -> dict[str, np.ndarray]:
+    def batch(seed: int, rows: int = BATCH) -> dict[str, np.ndarray]:
         """Packed rows with padding and a target to be learned; rows 3, 5 and 12 have no target, the
         others each their own share."""
         rng = np.random.default_rng(seed)
-        shape = (BATCH, LENGTH)
+        shape = (rows, LENGTH)
         segments = np.sort(rng.integers(0, 4, shape), 1)[:, ::-1]
         first = np.stack([np.searchsorted(-row, -row, "left") for row in segments])
-        has_target = rng.random(shape) < rng.uniform(0.05, 1, (BATCH, 1))
+        has_target = rng.random(shape) < rng.uniform(0.05, 1, (rows, 1))
         has_target[[3, 5, 12]] = False
         tokens = rng.integers(0, VOCAB, shape)
         batch = {
@@ -114,7 +114,7 @@ class Lab:
             "targets": np.where(has_target & (segments > 0), (5 * tokens + 2) % VOCAB, -1),
             "segments": segments,
             "positions": np.arange(LENGTH) - first,
-            "rows": np.arange(BATCH),
+            "rows": np.arange(rows),
         }
         return {k: np.ascontiguousarray(v, np.int32) for k, v in batch.items()}
 
@@ -180,7 +180,7 @@ class Compiled:
     @functools.cached_property
     def step(self) -> Any:
         """The update; the state is donated."""
-        batch = jax.eval_shape(lambda: Lab.batch(0))
+        batch = jax.eval_shape(lambda: Lab.batch(0, self.engine.config.train.batch))
         lowered = make_train_step(self.engine).lower(self.engine.abstract, batch)
         return lowered.compile(compiler_options=QUICK_COMPILE)
 
