@@ -28,7 +28,13 @@ STEPS = 10
 MIXTURES = {
     "dropless": MoeConfig(8, balance_loss=0.05, z_loss=0.01),
     "capacity": MoeConfig(
-        8, 3, capacity_factor=0.9, gating="sigmoid", shared_experts=1, balance_loss=0.05
+        8,
+        3,
+        capacity_factor=0.9,
+        gating="sigmoid",
+        shared_experts=1,
+        balance_loss=0.05,
+        bias_rate=0.05,
     ),
 }
 KINDS = ("dense", *MIXTURES)
@@ -208,8 +214,8 @@ class Suite:
         worst = 0.0
         for name, g in exact.items():
             size = np.abs(g).max()
-            assert size > 0, name
-            worst = max(worst, np.abs(got[name] - g).max() / size)
+            assert size > 0 or name.endswith("router.bias"), name
+            worst = max(worst, np.abs(got[name] - g).max() / max(size, 1e-30))
             np.testing.assert_allclose(got[name], g, rtol=0, atol=1e-4 * size, err_msg=name)
             # A sum in the place of a mean would be a factor; this sees much smaller ones.
             assert np.abs(got[name]).sum(dtype=float) == pytest.approx(np.abs(g).sum(), rel=2e-5)
@@ -276,7 +282,7 @@ def test_the_run_learns(suite):
     assert metrics[0]["dropped"] > 0.05
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind, layout", every(), ids=name_of)
 def test_every_product_is_the_run_of_one_device(suite, kind, layout):
     config = suite.config(kind, **layout)
@@ -360,14 +366,14 @@ def test_random_products(suite, product):
     check_product(suite, product)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @given(products())
 @settings_for(150)
 def test_many_random_products(suite, product):
     check_product(suite, product)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind, layout", SIXTEEN, ids=name_of)
 def test_sixteen_devices(suite, kind, layout):
     """Here if there are so many, else in a process of its own."""
@@ -383,7 +389,7 @@ def test_sixteen_devices(suite, kind, layout):
     test = f"{Path(__file__)}::test_sixteen_devices[{kind}-{name_of(layout)}]"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = subprocess.run(
-        [*command, "-m", "slow", test],
+        [*command, "-m", "matrix", test],
         env=environment,
         cwd=Path(__file__).parents[3],
         capture_output=True,

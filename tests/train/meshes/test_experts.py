@@ -1,4 +1,4 @@
-"""A mixture trains alike on every mesh: values, losses, gradients, counts and bias."""
+"""What mixtures keep beside gradients: the bias of their routers, and auxiliary losses alone."""
 
 import dataclasses
 import functools
@@ -7,10 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from shardlm.config import ConfigError, MoeConfig
+from shardlm.config import MoeConfig
 from shardlm.model.loss import next_token_loss
-from shardlm.train import step as step_module
-from shardlm.train.setup import build_mesh
+from shardlm.train import forward as forward_module
 from shardlm.train.step import make_gradients
 
 MIXTURES = {
@@ -26,21 +25,6 @@ MIXTURES = {
     ),
 }
 STEPS = 4
-MESHES = [
-    ("dropless", {"expert": 2}),
-    ("dropless", {"expert": 2, "data": 2, "model": 2}),
-    ("dropless", {"expert": 8, "shard_params": "optimizer", "micro_batches": 2}),
-    ("capacity", {"expert": 4, "micro_batches": 4}),
-    ("capacity", {"expert": 2, "context": 2, "model": 2, "micro_batches": 2}),
-]
-LONG = [
-    *((name, {"expert": 4, "data": 2}) for name in MIXTURES),
-    *((name, {"expert": 4, "model": 2, "shard_params": "none"}) for name in MIXTURES),
-    *((name, {"expert": 2, "replica": 2, "data": 2}) for name in MIXTURES),
-    *((name, {"model": 8}) for name in MIXTURES),
-    *((name, {"context": 4, "data": 2}) for name in MIXTURES),
-    ("capacity", {"expert": 2, "context": 2, "context_comm": "ulysses"}),
-]
 
 
 def config_of(lab, name, **layout):
@@ -65,33 +49,6 @@ def run_of(lab, name, layout=()):
 
 def mesh_id(param):
     return param if isinstance(param, str) else "-".join(f"{k} {v}" for k, v in param.items())
-
-
-@pytest.mark.parametrize(
-    "name, layout",
-    [*MESHES, *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG)],
-    ids=mesh_id,
-)
-def test_the_run_of_one_device(lab, name, layout):
-    first, after, last, metrics = run_of(lab, name)
-    got_first, got_after, got_last, got_metrics = run_of(lab, name, tuple(layout.items()))
-    assert got_first.keys() == first.keys()
-    for key, leaf in first.items():
-        assert got_first[key].tobytes() == leaf.tobytes(), key
-    for got, expected in zip(got_metrics, metrics, strict=True):
-        for key in ("loss", "grad_norm", "expert_load", "router_entropy", "dropped"):
-            assert got[key] == pytest.approx(expected[key], rel=1e-5), key
-    assert (metrics[0]["dropped"] > 0.05) == (name == "capacity")
-    # The momentum of sgd after one update is the gradient.
-    gradients = {k: v for k, v in after.items() if "trace." in k}
-    assert sum("experts" in k for k in gradients) == 3
-    for key, leaf in gradients.items():
-        size = np.abs(leaf).max()
-        assert size > 0 or key.endswith("router.bias"), key
-        np.testing.assert_allclose(got_after[key], leaf, rtol=0, atol=2e-5 * size, err_msg=key)
-    for key, leaf in last.items():
-        if key.startswith("params."):
-            np.testing.assert_allclose(got_last[key], leaf, rtol=0, atol=2e-5, err_msg=key)
 
 
 def test_the_bias_follows_the_load(lab):
@@ -128,7 +85,7 @@ class Auxiliary:
             loss = next_token_loss(*args)
             return loss._replace(objective=0 * loss.objective)
 
-        monkeypatch.setattr(step_module, "next_token_loss", weightless)
+        monkeypatch.setattr(forward_module, "next_token_loss", weightless)
 
     def __call__(self, coefficients=(0.1, 0.03), remat="none", unroll=1, **layout):
         config = config_of(self.lab, "dropless", **layout)
@@ -186,12 +143,3 @@ def test_auxiliary_losses_are_in_the_gradients(auxiliary):
 )
 def test_auxiliary_losses_do_not_depend_on_how(auxiliary, how):
     assert_same(auxiliary(**how), auxiliary())
-
-
-def test_dynamic_balance_is_refused(lab):
-    """Devices that make other numbers of micro-batches would wait for each other's tokens."""
-    config = config_of(lab, "dropless", expert=2, shard_params="none")
-    with pytest.raises(ConfigError, match=r"data\.balance is dynamic and mesh\.expert 2"):
-        build_mesh(
-            dataclasses.replace(config, data=dataclasses.replace(config.data, balance="dynamic"))
-        )
