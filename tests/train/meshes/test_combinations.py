@@ -348,7 +348,7 @@ def test_dropout_masks_follow_rows_and_places(suite, kind, layout):
     losses = [[m["loss"] for m in metrics[:3]] for metrics in (run[-1], one[-1])]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     plain = suite.run(kind, (("optim", "sgd"),))[-1]
-    assert abs(plain[0]["loss"] / losses[1][0] - 1) > 1e-3
+    assert abs(plain[0]["loss"] / losses[1][0] - 1) > 1e-4
     expected = suite.gradients(kind, (("dropout", 0.1),))
     for name, g in suite.gradients(kind, key, whole=False).items():
         size = np.abs(expected[name]).max()
