@@ -127,14 +127,13 @@ def _check_context(config: Config, sizes: Mapping[str, int]) -> None:
             )
         return
     ways = sizes["context"] * sizes["model"]
-    for key, heads in (("model.heads", model.heads), ("model.kv_heads", model.kv)):
-        if heads % ways:
-            split = " x ".join(f"{a} {sizes[a]}" for a in ("context", "model") if sizes[a] > 1)
-            raise ConfigError(
-                f"{key} is {heads} and mesh.context_comm ulysses splits heads over {split}: {ways} "
-                f"does not divide {heads} ({key} {nearest_divisible(heads, ways)} would do, or "
-                "mesh.context_comm ring)"
-            )
+    if model.heads % ways:
+        split = " x ".join(f"{a} {sizes[a]}" for a in ("context", "model") if sizes[a] > 1)
+        raise ConfigError(
+            f"model.heads is {model.heads} and mesh.context_comm ulysses splits heads over "
+            f"{split}: {ways} does not divide {model.heads} (model.heads "
+            f"{nearest_divisible(model.heads, ways)} would do, or mesh.context_comm ring)"
+        )
 
 
 def stage_rounds(mesh: MeshConfig, sizes: Mapping[str, int]) -> int:
@@ -154,7 +153,6 @@ def check_model(model: ModelConfig, sizes: Mapping[str, int], mesh: MeshConfig) 
     split = [
         ("model.moe.experts", model.moe.experts, "expert"),
         ("model.heads", model.heads, "model"),
-        ("model.kv_heads", model.kv, "model"),
         ("model.mlp", model.mlp, "model"),
         ("model.vocab (padded)", model.vocab_padded, "model"),
     ]

@@ -54,10 +54,13 @@ class AxisRules:
         """The rules of a run.
 
         With `shard_params` "none", `data` splits only the batch. Biases and query/key norm scales
-        (a few thousand numbers) stay whole over `data` where it does not divide them, rather than
-        limit the size of a mesh; a run says so at its start. No other dim is ever left whole.
+        (a few thousand numbers) stay whole over `data` where it does not divide them, and key/value
+        heads over `model` (see `shardlm.parallel.heads`), rather than limit the size of a mesh; a
+        run says so at its start. No other dim is ever left whole.
         """
         table = dict(DIMS)
+        if model.kv % sizes.get("model", 1):
+            table["kv_heads"] = ()
         for dim, size in (("head_dim_vector", model.k_dim), ("mlp_vector", model.mlp)):
             if size % math.prod(sizes.get(axis, 1) for axis in DIMS[dim]):
                 table[dim] = _without_data(DIMS[dim])

@@ -73,6 +73,7 @@ def attend_over_context(
       par: the mesh.
     """
     if par.context_comm == "ulysses":
+        k, v = par.copy_kv_heads(k), par.copy_kv_heads(v)
         q, k, v = par.to_heads(q), par.to_heads(k), par.to_heads(v)
         return par.to_tokens(attend(q, k, v, segments, segments, rules, implementation))
     grouped = _by_group(q, k.shape[2]), k.swapaxes(1, 2), v.swapaxes(1, 2)

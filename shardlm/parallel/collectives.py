@@ -34,6 +34,7 @@ from jax.sharding import PartitionSpec
 
 from shardlm.mesh.axes import AXES, BATCH_AXES, LOSS_AXES, TOKEN_AXES
 from shardlm.mesh.rules import AxisRules
+from shardlm.parallel.heads import kv_copies, kv_heads_of
 from shardlm.parallel.sequence import chunks_of
 
 SEQUENCE = 1
@@ -164,7 +165,8 @@ class Parallel:
         return jax.lax.psum(jnp.where(self.index("stage") == stage, x, 0), "stage")
 
     def unshard(self, state: Any, dtype: jnp.dtype) -> Any:
-        """Weights (an NNX state) cast for computing and whole over `data`.
+        """Weights (an NNX state) cast for computing and whole over `data`; of key/value heads that
+        are stored whole over `model`, this device's.
 
         Norm scales stay fp32. Gradients are summed over `data` in fp32 whatever `dtype` is.
         """
@@ -172,7 +174,11 @@ class Parallel:
         def leaf(path: tuple[Any, ...], p: nnx.Variable[Array]) -> nnx.Variable[Array]:
             value = p[...]
             to = weight_dtype(dtype, path)
-            dims = [self.rules.axes(dim) for dim in p.get_metadata()["dims"]]
+            names = p.get_metadata()["dims"]
+            dims = [self.rules.axes(dim) for dim in names]
+            if "kv_heads" in names and not dims[names.index("kv_heads")]:
+                # Before the gather, which then sends what is needed.
+                value = self.take_kv_heads(value, names.index("kv_heads"))
             split = [i for i, axes in enumerate(dims) if "data" in axes]
             if self.gather_weights and split:
                 return p.replace(_gather_weight(value, split[0], to))
@@ -181,6 +187,19 @@ class Parallel:
         return jax.tree_util.tree_map_with_path(
             leaf, state, is_leaf=lambda x: isinstance(x, nnx.Variable)
         )
+
+    def take_kv_heads(self, x: Array, dim: int) -> Array:
+        """Of all key/value heads along a dimension, those that this device of `model` computes; one
+        that it computes twice comes twice."""
+        if self.size("model") == 1:
+            return x
+        heads = jnp.asarray(kv_heads_of(self.size("model"), x.shape[dim]))
+        return jnp.take(x, heads[self.index("model")], axis=dim, mode="clip")
+
+    def copy_kv_heads(self, x: Array) -> Array:
+        """Keys or values [B, T, G, K] with as few copies of each head as let `context` divide
+        them."""
+        return jnp.repeat(x, kv_copies(self.size("context"), x.shape[2]), axis=2)
 
     def gather_sequence(self, x: Array) -> Array:
         """[B, T/model, ...] to [B, T, ...]; backward a reduce-scatter."""

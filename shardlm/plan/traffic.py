@@ -21,6 +21,7 @@ from shardlm.mesh import AxisRules
 from shardlm.mesh.axes import AXES, batch_ways, stage_rounds
 from shardlm.model.transformer import Transformer
 from shardlm.parallel.collectives import weight_dtype
+from shardlm.parallel.heads import kv_copies, kv_heads_of
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 """The operations that send."""
@@ -107,7 +108,10 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     - `model`: k·(8·layers + 4)·(tokens of a device's micro-batch)·embed·b: a layer has 4
       all-gathers and 4 reduce-scatters (Korthikanti et al., arXiv 2205.05198), the split
       embedding and head together 2 and 2. Without recomputation (`train.remat: none`). The
-      statistics of the loss (6 numbers a token) and the gradients of norm scales come on top.
+      statistics of the loss (6 numbers a token) and the gradients of norm scales come on top. Of
+      key/value heads that it does not divide (see `shardlm.parallel.heads`) it sums gradients, as
+      `replica` does; `data` with `all` gathers those of a device, and ulysses sends them in as many
+      copies as let `context` divide them.
     - `stage`: as `replica` of what is outside the layers, and for each micro-batch, of a =
       (tokens of a device's micro-batch)·embed·b, 2a for a device between two others, in each round,
       without the factor, and 2a where the loss is dealt to all devices.
@@ -141,7 +145,8 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
     stages, layers = size["stage"], model.layers / size["stage"]
     # Of what layers send: forward, perhaps forward again, and backward.
     forward = 2 if stages > 1 else 1
-    data = replica = expert = stage = 0.0
+    data = replica = expert = stage = model_axis = 0.0
+    kv_heads = kv_heads_of(size["model"], model.kv).shape[1]
     leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract())
     dims = jax.tree.leaves(transformer.dims, is_leaf=lambda x: isinstance(x, tuple))
     for (path, leaf), names in zip(leaves, dims, strict=True):
@@ -150,20 +155,24 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
             size[axis] for axis in ("stage", "expert", "model") if axis in axes
         )
         weight = weight_dtype(dtype, path).itemsize
+        whole_heads = "kv_heads" in names and "model" not in axes
         if "data" not in axes:
             data += 8 * count
         elif config.mesh.shard_params == "optimizer":
             data += (weight + 4) * count
         else:
             gathers = (forward + 1) * micro_batches if path[0].key == "layers" else 1
-            data += (gathers * weight + 4 * micro_batches) * count
+            part = kv_heads / model.kv if whole_heads else 1
+            data += (gathers * weight + 4 * micro_batches) * count * part
         stored = count / (size["data"] if "data" in axes else 1)
+        model_axis += 8 * stored if whole_heads else 0
         replica += 8 * stored
         expert += 0 if "expert" in axes else 8 * stored
         stage += 0 if "stage" in axes else 8 * stored
     tokens = config.micro_batch * config.data.length / batch_ways(size)
-    heads, kv = (n * model.k_dim / size["model"] for n in (model.heads, model.kv))
+    heads, kv = model.heads // size["model"] * model.k_dim, kv_heads * model.k_dim
     if config.mesh.context_comm == "ulysses":
+        kv *= kv_copies(size["context"], kv_heads)
         attention = 2 * (forward + 1) * dtype.itemsize * (heads + kv) / size["context"]
     else:
         attention = (2 * (forward + 1) * dtype.itemsize + 8) * kv
@@ -175,7 +184,7 @@ def minimum_bytes(config: Config, sizes: Mapping[str, int]) -> dict[str, float]:
         "expert": expert,
         # Gradients of what a device stores, as over `replica`.
         "context": replica + micro_batches * layers * tokens * attention,
-        "model": (4 * (forward + 1) * layers + 2 + 2 / stages) * activations,
+        "model": model_axis + (4 * (forward + 1) * layers + 2 + 2 / stages) * activations,
         "stage": stage + 2 * activations / size["model"],
     }
     least = {axis: _ring(n) * whole[axis] for axis, n in size.items() if n > 1}

@@ -22,6 +22,7 @@ from shardlm.model.loss import capped_logits
 from shardlm.model.transformer import Params
 from shardlm.options import Sampling
 from shardlm.parallel.collectives import Parallel
+from shardlm.parallel.heads import kv_heads_of
 from shardlm.train.engine import Engine
 from shardlm.train.prompts import encode_prompts
 from shardlm.train.state import SAMPLE, specs
@@ -78,7 +79,7 @@ def _decode(engine: Engine, sampling: Sampling) -> Any:
             model.layers // par.size("stage"),
             rows,
             total,
-            model.kv // par.size("model"),
+            kv_heads_of(par.size("model"), model.kv).shape[1],
             model.k_dim,
         )
         zeros = par.varying(jnp.zeros(shape, engine.dtype))

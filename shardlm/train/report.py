@@ -8,6 +8,7 @@ from shardlm.data import Data
 from shardlm.mesh.axes import batch_ways
 from shardlm.mesh.shardings import bytes_per_device
 from shardlm.observe import RunDirectory, peak_memory
+from shardlm.parallel.heads import kv_copies
 from shardlm.train.arithmetic import Arithmetic
 from shardlm.train.commands import Commands
 from shardlm.train.engine import Engine
@@ -44,6 +45,13 @@ def describe(engine: Engine, data: Data) -> str:
             )
         ),
     ]
+    ways = engine.mesh.shape["model"]
+    copies = kv_copies(ways, config.model.kv)
+    if copies > 1:
+        lines.append(
+            f"kv heads    {config.model.kv}, which do not divide over model: each is computed on "
+            f"{copies} devices, and their weights are whole on all {ways}"
+        )
     schedule = engine.transformer.schedule
     if schedule.stages > 1:
         # Of several lengths each has its own loop; how many turns it has is known with the batch.

@@ -69,7 +69,7 @@ MODEL = ModelConfig(embed=48, heads=16, kv_heads=8, head_dim=6, mlp=40, vocab=67
             r"model\.heads is 16 and mesh\.model is 3: 3 does not divide 16 "
             r"\(model\.heads 15 or 18 would do, or mesh\.model 2\)",
         ),
-        ({"model": 16}, {}, {}, r"model\.kv_heads is 8 and mesh\.model is 16: .*mesh\.model 8\)"),
+        ({"model": 16}, {}, {}, r"model\.mlp is 40 and mesh\.model is 16: .*mesh\.model 20\)"),
         ({"model": 8}, {}, {"mlp": 42}, r"model\.mlp is 42 and .*\(model\.mlp 40 or 48 would do"),
         ({"model": 16}, {}, {"kv_heads": 16, "mlp": 48}, r"model\.vocab \(padded\) is 72 and .*16"),
         ({"data": 5}, {"batch": 5}, {}, r"model\.embed is 48 and mesh\.data is 5: .*45 or 50"),
@@ -101,9 +101,9 @@ def test_what_sizes_must_divide(sizes, train, model, message):
     [
         (
             {"context_comm": "ulysses"},
-            {},
-            r"model\.kv_heads is 8 and mesh\.context_comm ulysses splits heads over context 8 x "
-            r"model 2: 16 does not divide 8 \(model\.kv_heads 16 would do, or mesh\.context_comm",
+            {"heads": 8},
+            r"model\.heads is 8 and mesh\.context_comm ulysses splits heads over context 8 x "
+            r"model 2: 16 does not divide 8 \(model\.heads 16 would do, or mesh\.context_comm",
         ),
         ({}, {"attention": "xla"}, r"attention is xla and mesh\.context 8 with .* ring, which"),
         (

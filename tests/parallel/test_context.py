@@ -104,8 +104,9 @@ def run(tiny):
         (Rules(block=4, window=7), 8),
         (Rules(block=64, softcap=1.5), 8),
         (Rules(block=3), 4),
+        (Rules(block=4), 2),
     ],
-    ids=["plain", "window", "softcap", "groups"],
+    ids=["plain", "window", "softcap", "groups", "fewer than devices"],
 )
 def test_outputs_and_gradients_are_those_of_dense_attention(comm, rules, kv_heads, run):
     arrays = inputs(48, kv_heads=kv_heads)

@@ -42,11 +42,13 @@ class Case(NamedTuple):
     mixture: MoeConfig = MoeConfig()
     stage: int = 1
     rounds: int = 1
+    kv_heads: int = 4
 
     def __str__(self):
         sizes = f"{self.replica}-{self.data}-{self.expert}-{self.context}-{self.model}"
         sizes += f"-{self.comm}" * (self.context > 1)
         sizes += f"-{self.stage}x{self.rounds}" * (self.stage > 1)
+        sizes += f"-{self.kv_heads}kv" * (self.kv_heads != 4)
         kind = ("" if self.mixture.capacity_factor else "-dropless") * (self.mixture.experts > 0)
         return f"{sizes}-{self.shard_params}-{self.micro_batches}{kind}"
 
@@ -61,6 +63,7 @@ CASES = [
     Case(1, 8, 1, "all", 3),
     Case(1, 4, 2, "all", 3),
     Case(1, 1, 4, "all", 1),
+    Case(1, 2, 4, "all", 3, kv_heads=2),
     Case(1, 2, 1, "all", 2, 4),
     Case(1, 1, 1, "all", 1, 4, "gather"),
     Case(1, 1, 2, "all", 1, 2, "ulysses"),
@@ -76,6 +79,10 @@ LONG = [
     Case(1, 1, 4, "all", 3),
     Case(1, 1, 2, "all", 1),
     Case(1, 1, 2, "all", 3),
+    Case(1, 1, 8, "all", 1),
+    Case(2, 1, 4, "none", 1, kv_heads=1),
+    Case(1, 2, 2, "optimizer", 1, 2, "ulysses", kv_heads=1),
+    Case(1, 1, 2, "all", 1, 4, kv_heads=1),
     Case(2, 2, 2, "all", 3),
     Case(2, 4, 1, "optimizer", 3),
     Case(1, 1, 1, "all", 1, 8),
@@ -110,7 +117,7 @@ def config_of(case):
             layers=3 if case.stage == 1 else 4,
             embed=128,
             heads=8,
-            kv_heads=4,
+            kv_heads=case.kv_heads,
             mlp=240,
             vocab=500,
             moe=case.mixture,
@@ -188,7 +195,7 @@ EXCHANGES = {"all-gather", "reduce-scatter"}
 @every_case
 def test_nothing_else_is_sent(case):
     """Beside the budget there are sums of counts, losses and squares, and over `model` the
-    statistics of the loss (3 numbers a token) and the gradients of norm scales and routers. Nothing
+    statistics of the loss (3 numbers a token) and the gradients of what is whole on it. Nothing
     but tokens on their way to experts goes by all-to-all."""
     sent, _, _ = counted(config_of(case))
     weights = {"all-reduce"} if case.shard_params == "none" else {"all-gather", "reduce-scatter"}
@@ -213,6 +220,9 @@ def test_nothing_else_is_sent(case):
     tokens = ROWS * case.micro_batches * LENGTH / ways
     # Norm scales, and routers.
     whole = (2 * 3 + 1) * 128 + 3 * 128 * case.mixture.experts
+    if case.kv_heads % case.model:
+        # Weights of keys and values are whole over `model`, and their gradients summed.
+        whole += 3 * 2 * 128 * case.kv_heads * (128 // 8)
     whole /= case.data if case.shard_params != "none" else 1
     few = 400 + 2 * 4 * 3 * (case.mixture.experts + 2) * (case.mixture.experts > 0)
     sums = dict.fromkeys(AXES, few) | {"model": few + 2 * 4 * (3 * tokens + whole)}

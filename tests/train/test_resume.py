@@ -74,18 +74,23 @@ def test_kills_leave_no_trace(runs, tmp_path):
     assert steps == list(range(1, 12))
 
 
-def test_another_mesh_has_the_same_leaves_and_next_loss(runs, finished, tmp_path):
-    """Saved on data 2."""
+def test_another_mesh_has_the_same_leaves_and_next_loss(runs, finished, tmp_path, capsys):
+    """Saved on data 2. Over model 4 the 2 key/value heads are stored whole."""
     here, there = finished(tmp_path / "here"), finished(tmp_path / "there")
     saved = runs.state(here, 6)
-    for mesh in ("1,1", "3,1", "1,2", "4,2"):
+    for mesh in ("1,1", "3,1", "1,2", "4,2", "1,4"):
         same_state(runs.state(here, 6, mesh), saved)
     assert runs.train(here, "--train.steps 7") == 0
-    assert runs.train(there, "--train.steps 7 --mesh.data 3 --mesh.model 2") == 0
+    assert "kv heads" not in capsys.readouterr().out
+    assert runs.train(there, "--train.steps 7 --mesh.data 2 --mesh.model 4") == 0
+    assert (
+        "kv heads    2, which do not divide over model: each is computed on 2 devices, and their "
+        "weights are whole on all 4\n" in capsys.readouterr().out
+    )
     losses = [runs.figures(run)[-2]["loss"] for run in (here, there)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     config = RunDirectory(there).read_config()
-    assert (config.mesh.data, config.mesh.model, config.train.steps) == (3, 2, 7)
+    assert (config.mesh.data, config.mesh.model, config.train.steps) == (2, 4, 7)
 
 
 def test_layers_of_stages_are_saved_in_their_order(runs, tmp_path):
